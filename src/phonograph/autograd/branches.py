@@ -58,7 +58,7 @@ __all__ = ["branch"]
 
 Gradients = Sequence[torch.Tensor | None]
 
-_HERE = "in the body of a branch"
+_HERE = "in a branch"
 _BACKWARD = "backward"
 
 
@@ -86,7 +86,7 @@ def _saving_apart(watch: OperatorWatch) -> Iterator[None]:
     """What the bodies save is kept as it is. Recomputed in the body of a backward, it would be there for that body only."""
     pack, _ = hooks_on_saved() or (None, None)
     if pack is not None and getattr(pack, "__module__", "") != checkpoint.__module__:
-        raise watch.located(Refusal(f"saves tensors through hooks (saved_tensors_hooks) {_HERE}", "use them without the branch"))
+        raise watch.located(Refusal(f"saves tensors through hooks {_HERE} (saved_tensors_hooks)", "leave the hooks out"))
     with nullcontext() if pack is None else saved_tensors_hooks(unseen_by_checkpoint(lambda t: t, pack), lambda t: t):
         yield
 
@@ -148,9 +148,9 @@ class _Graph(Graph):
                 found = body([*map(stand, operands)])
         if arrived:
             raise watch.located(Refusal(f"runs a backward {_HERE} through a tensor from before it",
-                                        "call backward() in the function itself that is the body"))  # fmt: skip
+                                        "call backward() in the function itself that pg.cond is given"))  # fmt: skip
         if any(_history(t) != had and not watch.made_since(t, made) for t, had in self._met.values()):
-            raise watch.located(Refusal(f"changes a tensor in place {_HERE} that gets another history by that",
+            raise watch.located(Refusal(f"changes a tensor in place {_HERE}, which gets another history by that",
                                         "return a new one, or do it under torch.no_grad()"))  # fmt: skip
         self.ends = [get_gradient_edge(t) if t.requires_grad else None for t in found]
         for _, _, node in self._ways(filter(None, self.ends)):
@@ -159,7 +159,7 @@ class _Graph(Graph):
                 self._entries[node] = _Entry(node, 0)
                 self.tensors[self._entries[node]] = leaf
             elif leaf is None and made_when(node) < first:
-                raise watch.located(Refusal(f"reads a tensor {_HERE} that has a history from before",
+                raise watch.located(Refusal(f"differentiates {_HERE} through a tensor from before it",
                                             "pass it as an operand, or detach it"))  # fmt: skip
         self.counts = Counter(self._entries[node] for _, _, node in self._ways(filter(None, self.ends)) if node in self._entries)
         self._met, self._own = {}, {}
@@ -246,8 +246,8 @@ class _Joint:
         assert watch is not None
         needs = [[end is not None for end in graph.ends] for graph in self._graphs]
         if any(other != needs[0] for other in needs):
-            raise watch.located(Refusal("returns a tensor from a branch that requires a gradient in one body and none in another",
-                                        "let all or none require it: torch.zeros_like(x).requires_grad_()"))  # fmt: skip
+            raise watch.located(Refusal("returns a tensor from a branch, which requires a gradient in one body and none in another",
+                                        "let it require one in each: x * 0, or torch.zeros_like(x).requires_grad_()"))  # fmt: skip
         if not any(needs[0]):
             return results
         tensors = {entry: t for graph in self._graphs for entry, t in graph.tensors.items()}
@@ -291,7 +291,7 @@ class _Joint:
             gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
             for g in gradients:
                 if not has_memory(g):
-                    raise watch.located(Refusal(f"gives a gradient of another kind {_HERE} than a dense tensor", "use dense ones"))
+                    raise watch.located(Refusal(f"gives a gradient {_HERE} that is no dense tensor", "use dense ones (sparse=False)"))
                 own = watch.made_since(g, made) and not any(storage_id(g) == storage_id(t) for t in found)
                 strides = like.stride() if entry.leaf is not None and unexpanded(like) is like else g.stride()
                 found.append(g if own and g.stride() == strides else _copied(g, strides))
@@ -311,8 +311,9 @@ class _Joint:
             around[0].absent.add(entry)
         elif leaf is None or leaf.grad is None or watch.workplaces or is_asked_for(entry.node) or _has_hooks(leaf):
             raise watch.located(Refusal(
-                "gives a tensor a gradient in one body of a branch and none in another, where eager leaves it without",
-                "use it in each body; of a parameter, keep the gradient: zero_grad(set_to_none=False)", self._where, final=False,
+                "gives a tensor a gradient in one body of a branch and none in another",
+                "keep parameters' gradients (zero_grad(set_to_none=False)); compute other tensors within the body, or use them "
+                "in each", self._where, final=False,
             ))  # fmt: skip
 
 

@@ -47,9 +47,9 @@ Roots = Sequence[tuple[str, object]]
 """What bodies can get at: the functions and their operands, with names."""
 
 BODY = "a body of control flow"
-_ELSEWHERE = "uses a tensor elsewhere than in the body of a branch that has made it", "return it from the body"
+_ELSEWHERE = "uses a tensor elsewhere than in the branch that has made it", "return it from the body"
 _LOOP = -1, 0
-_HOOK = Effect("sets a hook on a tensor in the body of a branch or loop", "set it outside, or change the gradient in an "
+_HOOK = Effect("sets a hook on a tensor in a branch or loop", "set it outside, or change the gradient in an "
                "autograd.Function", ANYONE)  # fmt: skip
 _SET_HOOKS = {
     "register_hook": os.path.join("torch", "_tensor.py"),
@@ -291,8 +291,10 @@ class ControlFlow(CallMemory, Refusals):
     def _made_in_body(self, body: Callable[[], Sequence[torch.Tensor]], said: str) -> Sequence[torch.Tensor]:
         """The results of a body, each of which has memory of its own."""
         made = self.made
-        found = body()
-        for t in found:
+        found = [*body()]
+        for i, t in enumerate(found):
+            if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
+                found[i] = t = self.copied(t)
             if not self.made_since(t, made):
                 raise self.located(Refusal(f"returns a tensor from {said}, which was there before",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
@@ -362,7 +364,7 @@ class ControlFlow(CallMemory, Refusals):
         here, (there, flows) = self._place, self._cast_at.get((storage_id(t), ended), ([], self._flows))
         apart = next((a[0] == b[0] for a, b in zip(here, there, strict=False) if a != b), False)
         if flows != self._flows and not apart:
-            raise Refusal("uses a weight under autocast in the body of a branch or loop and elsewhere, for which eager casts it once",
+            raise Refusal("casts a weight in a branch or loop and elsewhere, for which autocast does it once in eager",
                           "turn off autocast's cache (cache_enabled=False)")  # fmt: skip
         self._cast_at[storage_id(t), ended] = [*here], self._flows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.operators import HigherOrderOperator
 from ..errors import Refusal
-from .control_flow import ControlFlow, apart
+from .control_flow import ControlFlow, Roots, apart
 
 __all__ = ["branch_or_loop"]
 
@@ -39,8 +39,8 @@ def _branch(
     def body(function: Function) -> list[torch.Tensor]:
         return apart(_tensors(watch, seen(function)(*operands)), given)
 
-    roots = [("true_fn", true_fn), ("false_fn", false_fn)]
-    return watch.branch(number, [partial(body, function) for _, function in roots], roots)
+    bodies = [partial(body, true_fn), partial(body, false_fn)]
+    return watch.branch(number, bodies, _of_users({"true_fn": true_fn, "false_fn": false_fn}))
 
 
 def _loop(
@@ -54,7 +54,12 @@ def _loop(
     def turn(inner: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return apart(_tensors(watch, seen(body_fn)(*inner, *others)), ())
 
-    return watch.loop(goes_on, turn, _tensors(watch, state), [("cond_fn", cond_fn), ("body_fn", body_fn)])
+    return watch.loop(goes_on, turn, _tensors(watch, state), _of_users({"cond_fn": cond_fn, "body_fn": body_fn}))
+
+
+def _of_users(functions: Mapping[str, Function]) -> Roots:
+    """Those that are no graphs. (A graph has no effects, and makes its own code when it is first called.)"""
+    return [(name, function) for name, function in functions.items() if not isinstance(function, torch.fx.GraphModule)]
 
 
 def _tensors(watch: ControlFlow, values: Sequence[Thing]) -> Sequence[torch.Tensor]:

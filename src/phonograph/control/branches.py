@@ -10,6 +10,7 @@ import torch
 
 from ..autograd.branches import branch
 from ..capture.dispatch import OperatorWatch
+from ..devices.cuts import Cuts
 from ..errors import Refusal
 from .results import Tree, apart, number_of, watch_here
 
@@ -103,6 +104,7 @@ def _recorded(
     watch: OperatorWatch, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
 ) -> R:  # fmt: skip
     given, first = Tree.of(operands), list[Tree]()
+    Cuts.on_one_thread()  # for the branch that is the backward of this one
 
     def body(function: Callable[..., R], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found = apart(function(*given.whole(tensors)), tensors)

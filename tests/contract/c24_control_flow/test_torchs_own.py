@@ -1,5 +1,5 @@
-"""C24: `torch.cond` and `torch.while_loop` in recorded code, and in what torch.compile makes of it, are branches and loops of the
-recording as well."""
+"""C24: `torch.cond` and `torch.while_loop` in recorded code, and in what torch.compile makes of it, are branches and loops of
+the recording as well."""
 
 import pytest
 import torch

@@ -28,6 +28,7 @@ from ...memory.pool import Fill
 from ...memory.spans import Spans
 from ...state.rng import Known, Rewind, put, put_offset, reset
 from . import driver
+from .bodies import number_at
 from .dispatch import CudaWatch
 from .graph_work import work_of
 from .graphs import Graph, Segment
@@ -66,6 +67,12 @@ class GraphProgram:
         self._own_rewind = rewind
         self.own_generators: Sequence[torch.Generator] = [g for own in watch.own for g in own.forward]
         self._surplus = surplus
+        self._bodies = tuple(segment.bodies.graphs)
+        self._stands: torch.Tensor | None = None  # where the generator does, if kernels move it on
+        self.waits = ""
+        if segment.bodies.offset:
+            self.waits = "how much it draws (random numbers) depends on what tensors hold"
+            self._stands = number_at(segment.bodies.offset, device)
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []
         self._fill = Fill(edges.slots)
@@ -153,7 +160,7 @@ class GraphProgram:
             self._rewind.begin()
         others = self._states.lend()
         try:
-            self._graph.replay()
+            self._replay(self._graph)
         finally:
             self._states.take_back(others)
         if generator is None:
@@ -163,6 +170,15 @@ class GraphProgram:
         elif self._surplus:
             put_offset(generator, generator.get_offset() - self._surplus)
         reset(generator)
+
+    def _replay(self, graph: Graph) -> None:
+        if self._stands is None:
+            graph.replay()
+            return
+        own = self._states.state_of(torch.cuda.default_generators[self._device])
+        begun = own.get_offset()
+        graph.replay()
+        own.set_offset(own.get_offset() + int(self._stands.item()) - begun)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if not numbers:
@@ -175,10 +191,10 @@ class GraphProgram:
 
     def holds(self, numbers: Set[float]) -> bool:
         assert self._graph is not None
-        return driver.holds(self._graph.raw_cuda_graph(), numbers)
+        return driver.holds([self._graph.raw_cuda_graph(), *self._bodies], numbers)
 
     def work(self) -> list[Work]:
-        return [work_of(self._graph.raw_cuda_graph())] if self._graph is not None else []
+        return [work_of(self._graph.raw_cuda_graph(), branches=bool(self._bodies))] if self._graph is not None else []
 
     def close(self) -> None:
         if self._graph is not None:
