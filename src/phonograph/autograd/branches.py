@@ -288,6 +288,11 @@ class _Joint:
             if not gradients or entry in graph.absent:
                 self._check_absent(watch, entry)
             like = entry.leaf if entry.leaf is not None else gradients[0]
+            if entry.leaf is None and count > len(gradients) and not _is_dense(like):
+                raise watch.located(Refusal(
+                    f"gives a gradient {_HERE} that has gaps or is expanded, as that of a sum, and adds to it in another body",
+                    "go on with its result times one", self._where,
+                ))  # fmt: skip
             gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
             for g in gradients:
                 if not has_memory(g):
@@ -392,6 +397,16 @@ def _reduced(g: torch.Tensor, like: tuple[torch.Size, torch.dtype]) -> torch.Ten
     """A gradient as autograd makes it before it is added to others."""
     size, dtype = like
     return (g if g.shape == size else g.sum_to_size(size)).to(dtype)
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    """Whether another tensor that is added to this one gives one of the same strides."""
+    numel = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
+        if stride != numel:
+            return False
+        numel *= size
+    return True
 
 
 def _copied(g: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -154,8 +154,8 @@ def written_in_place(by, m, x, flag):
 
 
 def expanded(by, m, x, flag):
-    """The gradient of a sum has each number once in memory."""
-    h = by.cond(flag > 0, lambda h: h + m.left(h).sum(), lambda h: h + 1, m.first(x))
+    """The gradient of a sum has one number in memory, and is handed on."""
+    h = by.cond(flag > 0, lambda h: h + 2, lambda h: h - 1, m.first(x))
     return h.sum() / 50
 
 
@@ -181,7 +181,7 @@ def recomputed_inside(by, m, x, flag):
     def part(h):
         return torch.tanh(m.left(h)).exp()
 
-    h = by.cond(flag > 0, lambda h: checkpoint(part, h, use_reentrant=False), lambda h: h * 2, m.first(x))
+    h = by.cond(flag > 0, lambda h: checkpoint(part, h, use_reentrant=False, preserve_rng_state=False), lambda h: h * 2, m.first(x))
     return m.head(h).square().mean()
 
 
