@@ -285,8 +285,10 @@ def will_run(node: object) -> bool:
 
 
 def is_asked_for(leaf: object) -> bool:
-    """Within a backward: whether it gives gradients instead of adding them to those of leaves (`autograd.grad`), and may be asked
-    for that of this leaf, by its node."""
+    """Within a backward: whether it gives gradients (`autograd.grad`), and may be asked for that of this leaf, by its node. (A
+    backward that adds to `.grad` is not.)"""
+    if _will_run is None:
+        return True
     try:
         _will_run(leaf)
     except RuntimeError as e:

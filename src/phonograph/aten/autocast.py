@@ -52,7 +52,7 @@ class Casts:
     contexts do, where they begin and end."""
 
     def __init__(self) -> None:
-        self._outside = autocast()
+        self._outside: Reading = autocast()
         self._thread = threading.get_ident()
         self._regions: dict[int, list[Reading]] = {self._thread: []}  # by threads: autograd has its own
         self.ended = 0
@@ -61,8 +61,8 @@ class Casts:
     def keep(self) -> bool:
         """Whether a weight that is cast now is cast once for as long as autocast is on."""
         regions = self._regions.get(threading.get_ident()) or self._regions[self._thread]
-        on = regions[-1] if regions else self._outside
-        return bool(on) and on[1] and any(enabled for enabled, _ in on[0])
+        kinds, cached = (regions[-1] if regions else self._outside) or ((), False)
+        return bool(cached) and any(enabled for enabled, _ in kinds)
 
     def within(self, m: Meaning) -> tuple[object, ...]:
         """As `autocast` says it, where this operator is called. (One that has its arguments cast turns it off by itself.)"""

@@ -1,15 +1,15 @@
 """Gradients through a branch whose body a replay chooses by what a tensor holds.
 
-In a capture each body runs under autograd, and leaves a graph of its own. It begins at leaves, parameters mostly, and at stand-ins
-for what has a history from before, among the operands and in closures. The results of all bodies come out of one node, whose
-backward is a branch as well: each of its bodies runs the backward of one graph.
+In a capture each body runs under autograd, and leaves a graph of its own. That begins at leaves, parameters mostly, and at what
+stands for tensors with a history from before, among the operands and in closures. The results of all bodies come out of one
+node, whose backward is a branch as well: each of its bodies runs the backward of one graph.
 
-Gradients are added up in the order in which eager adds them, which rounds. So a tensor that a body uses twice is an input of the
-node twice, and autograd is given the two gradients one by one. Where another body uses it once, -0.0 stands for the other: added
-to any number, it leaves that as it is to the bit. (0.0 would make 0.0 of -0.0.)
+Gradients are added up in the order in which eager adds them, because that rounds. So a tensor that a body uses twice is an
+input of the node twice, and autograd is given the two gradients one by one. Where another body uses it once, -0.0 stands for
+the other: added to any number, it leaves that as it is to the bit. (0.0 would make 0.0 of -0.0.)
 
-Where a body gives a tensor no gradient at all, eager leaves `.grad` alone, and runs nothing that lies before. The same comes out
-for a leaf that has a gradient already, to which -0.0 is added. Otherwise the call is refused.
+Where a body gives a tensor no gradient at all, eager leaves `.grad` alone, and runs nothing that lies before. The same comes
+out for a leaf that has a gradient already, to which -0.0 is added. Otherwise the call is refused.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["branch"]
 
+Body = Callable[[Thing, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Gradients = Sequence[torch.Tensor | None]
 
 _HERE = "in a branch"
@@ -63,20 +64,19 @@ _BACKWARD = "backward"
 
 
 def branch(
-    watch: OperatorWatch, index: torch.Tensor, body: Callable[[Thing, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-    functions: Mapping[str, Thing], operands: Sequence[torch.Tensor],
+    watch: OperatorWatch, index: torch.Tensor, body: Body, functions: Mapping[str, Thing], operands: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:  # fmt: skip
     """Capture a branch as `watch.branch` does: `body` calls one of the functions with the operands.
 
     Its results have a history where gradients are wanted.
     """
-    roots = [*functions.items(), ("operands", operands)]
+    roots, called = [*functions.items(), ("operands", operands)], functions.values()
     if not torch.is_grad_enabled() or watch.has_backward:
-        return watch.branch(index, [partial(body, f, operands) for f in functions.values()], roots)
+        return watch.branch(index, [partial(body, f, operands) for f in called], roots)
     ready_for_gradients()
-    index, graphs = watch.copied(index), [_Graph(watch) for _ in functions]
+    index, graphs = watch.copied(index), [_Graph(watch) for _ in called]
     with _saving_apart(watch):
-        forwards = [partial(g.forward, partial(body, f), f, operands) for g, f in zip(graphs, functions.values(), strict=True)]
+        forwards = [partial(graph.forward, body, f, operands) for graph, f in zip(graphs, called, strict=True)]
         results = watch.branch(index, forwards, roots, graphs)
     return _Joint(watch, index, graphs).attach(results)
 
@@ -108,6 +108,7 @@ class _Graph(Graph):
 
     def __init__(self, watch: OperatorWatch) -> None:
         self._watch = weakref.ref(watch)
+        self._forward = True  # it is being made
         self._met: dict[int, tuple[torch.Tensor, object]] = {}  # operands of the body's operators, with the history they had
         self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # what these gave
         self._entries: dict[Node, _Entry] = {}  # by the nodes that lead there from within
@@ -123,60 +124,64 @@ class _Graph(Graph):
         """Entries that a branch within gives no gradient in one of its bodies."""
 
     def met(self, operands: Sequence[torch.Tensor], made: object) -> None:
+        if not self._forward:
+            return
         for t in operands:
             if identity(t) not in self._met:
                 self._met[identity(t)] = t, _history(t)
         for t in operators.tensors_in(made, []):
             self._own[identity(t)] = weakref.ref(t)
 
-    def forward(
-        self, body: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], function: Thing, operands: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:  # fmt: skip
+    def forward(self, body: Body, function: Thing, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the body. Returns its results without history."""
         watch = self._watch()
         assert watch is not None
         made, first = watch.made, next_number()
-        with without_modes():
-            root = torch.empty(0, requires_grad=True)
-        arrived = list[torch.Tensor | None]()
-        stand = partial(self._stand, root, arrived, dict[int, torch.Tensor]())
-        cells, names = _closures(function)
-        if _BACKWARD in names:  # through the graph from before
-            found = body(operands)
-        else:
-            with _replaced(cells, stand):
-                found = body([*map(stand, operands)])
-        if arrived:
-            raise watch.located(Refusal(f"runs a backward {_HERE} through a tensor from before it",
-                                        "call backward() in the function itself that pg.cond is given"))  # fmt: skip
+        found = self._run(watch, body, function, operands)
         if any(_history(t) != had and not watch.made_since(t, made) for t, had in self._met.values()):
             raise watch.located(Refusal(f"changes a tensor in place {_HERE}, which gets another history by that",
                                         "return a new one, or do it under torch.no_grad()"))  # fmt: skip
         self.ends = [get_gradient_edge(t) if t.requires_grad else None for t in found]
-        for _, _, node in self._ways(filter(None, self.ends)):
+        nodes = [node for _, _, node in self._ways(filter(None, self.ends))]
+        for node in nodes:
             leaf = getattr(node, "variable", None)
             if leaf is not None and not watch.made_since(leaf, made) and not self._is_own(leaf):
                 self._entries[node] = _Entry(node, 0)
                 self.tensors[self._entries[node]] = leaf
-            elif leaf is None and made_when(node) < first:
+            elif leaf is None and node not in self._entries and made_when(node) < first:
                 raise watch.located(Refusal(f"differentiates {_HERE} through a tensor from before it",
                                             "pass it as an operand, or detach it"))  # fmt: skip
-        self.counts = Counter(self._entries[node] for _, _, node in self._ways(filter(None, self.ends)) if node in self._entries)
-        self._met, self._own = {}, {}
+        self.counts = Counter(self._entries[node] for node in nodes if node in self._entries)
+        self._forward, self._met, self._own = False, {}, {}
         self.versions = [version_of(t) for t in found if t.requires_grad]
         return [t.detach() for t in found]
 
-    def _stand(
-        self, root: torch.Tensor, arrived: list[torch.Tensor | None], stands: dict[int, torch.Tensor], t: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
-        """What the body gets for a tensor from before."""
-        if t.grad_fn is None:
-            return t
-        if identity(t) not in stands:
-            stands[identity(t)] = made = Source.apply(root, t.detach(), arrived)
-            entry = self._entries[made.grad_fn] = _Entry(t.grad_fn, t.output_nr)
-            self.tensors[entry] = t
-        return stands[identity(t)]
+    def _run(
+        self, watch: OperatorWatch, body: Body, function: Thing, operands: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        """Run the body on what stands for tensors from before."""
+        cells, names = _closures(function)
+        if _BACKWARD in names:  # through the graph from before
+            return body(function, operands)
+        with without_modes():
+            root = torch.empty(0, requires_grad=True)
+        arrived, stands = list[torch.Tensor | None](), dict[int, torch.Tensor]()
+
+        def stand(t: torch.Tensor) -> torch.Tensor:
+            if t.grad_fn is None:
+                return t
+            if identity(t) not in stands:
+                stands[identity(t)] = made = Source.apply(root, t.detach(), arrived)
+                entry = self._entries[made.grad_fn] = _Entry(t.grad_fn, t.output_nr)
+                self.tensors[entry] = t
+            return stands[identity(t)]
+
+        with _replaced(cells, stand):
+            found = body(function, [*map(stand, operands)])
+        if arrived:
+            raise watch.located(Refusal(f"runs a backward {_HERE} through a tensor from before it",
+                                        "call backward() in the function itself that pg.cond is given"))  # fmt: skip
+        return found
 
     def _ways(self, ends: Iterable[GradientEdge]) -> Iterator[tuple[Node, int, Node]]:
         """The ways from these ends into each node of the graph: from which node, by its gradient of which number, to which.
@@ -246,8 +251,10 @@ class _Joint:
         assert watch is not None
         needs = [[end is not None for end in graph.ends] for graph in self._graphs]
         if any(other != needs[0] for other in needs):
-            raise watch.located(Refusal("returns a tensor from a branch, which requires a gradient in one body and none in another",
-                                        "let it require one in each: x * 0, or torch.zeros_like(x).requires_grad_()"))  # fmt: skip
+            raise watch.located(Refusal(
+                "returns a tensor from a branch, which requires a gradient in one body and none in another",
+                "let it require one in each: x * 0, or torch.zeros_like(x).requires_grad_()",
+            ))  # fmt: skip
         if not any(needs[0]):
             return results
         tensors = {entry: t for graph in self._graphs for entry, t in graph.tensors.items()}
@@ -280,7 +287,7 @@ class _Joint:
         self, watch: OperatorWatch, graph: _Graph, grads: Gradients, wanted: Mapping[_Entry, int], *, keep: bool
     ) -> list[torch.Tensor]:
         """Run the backward of one body. Returns gradients of the entries `wanted`, of each so many."""
-        made, found = watch.made, list[torch.Tensor]()
+        made, found, taken = watch.made, list[torch.Tensor](), set[int]()
         with _hooks_apart(wanted):
             arrived = graph.backward(grads, wanted.keys(), keep=keep)
         for entry, count in wanted.items():
@@ -296,14 +303,17 @@ class _Joint:
             gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
             for g in gradients:
                 if not has_memory(g):
-                    raise watch.located(Refusal(f"gives a gradient {_HERE} that is no dense tensor", "use dense ones (sparse=False)"))
-                own = watch.made_since(g, made) and not any(storage_id(g) == storage_id(t) for t in found)
+                    raise watch.located(
+                        Refusal(f"gives a gradient {_HERE} that is no dense tensor", "use dense ones (sparse=False)")
+                    )
+                own = watch.made_since(g, made) and storage_id(g) not in taken
                 strides = like.stride() if entry.leaf is not None and unexpanded(like) is like else g.stride()
                 found.append(g if own and g.stride() == strides else _copied(g, strides))
+                taken.add(storage_id(g))
         return found
 
     def _follow_writes(self) -> None:
-        """A result that was written since, each body is told of that may have saved it."""
+        """A result that was written since counts as written for each body, which may have saved its own."""
         for i, (t, version) in enumerate(self._noted):
             if t._version != version:
                 bump([graph.versions[i] for graph in self._graphs])
@@ -311,9 +321,9 @@ class _Joint:
 
     def _check_absent(self, watch: OperatorWatch, entry: _Entry) -> None:
         """Refuse an entry to which a body gives no gradient, if that can be told from -0.0."""
-        leaf, around = entry.leaf, watch.graphs[-2:-1]
-        if leaf is not None and around and entry in around[0].counts:
-            around[0].absent.add(entry)
+        leaf, around = entry.leaf, watch.graphs[-2] if len(watch.graphs) > 1 else None
+        if leaf is not None and isinstance(around, _Graph) and entry in around.counts:
+            around.absent.add(entry)
         elif leaf is None or leaf.grad is None or watch.workplaces or is_asked_for(entry.node) or _has_hooks(leaf):
             raise watch.located(Refusal(
                 "gives a tensor a gradient in one body of a branch and none in another",
@@ -326,7 +336,7 @@ class _Joined(torch.autograd.Function):
     """The node from which the results of a branch come."""
 
     @staticmethod
-    def forward(ctx: Context, joint: _Joint, results: Sequence[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Context, joint: _Joint, results: Sequence[torch.Tensor], *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.joint = joint
         ctx.set_materialize_grads(False)
         return tuple(t.detach() for t in results)  # which share their versions
@@ -344,7 +354,7 @@ def _closures(function: Thing) -> tuple[list[tuple[CellType, object]], set[str]]
     """The closure of a function and of the functions in it, with its contents; and the names in their code."""
     cells, names, work, seen = list[tuple[CellType, object]](), set[str](), [function], set[int]()
     while work:
-        function = work.pop()
+        function = getattr(function := work.pop(), "__func__", function)
         if isinstance(function, FunctionType) and identity(function) not in seen:
             seen.add(identity(function))
             names |= names_in(function.__code__)

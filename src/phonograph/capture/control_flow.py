@@ -238,12 +238,12 @@ class ControlFlow(CallMemory, Refusals):
 
     def _within(
         self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler,
-        graph: Graph | None = None, place: tuple[int, int] = _LOOP,
+        graph: Graph | None = None, body: tuple[int, int] = _LOOP,
     ) -> None:  # fmt: skip
         """Run a body that leaves nothing but the tensors `kept`, and what its graph saves."""
         made, before = self._made, modes()
         self.bodies += 1
-        self._place.append(place)
+        self._place.append(body)
         if graph is not None:
             self.graphs.append(graph)
         try:

@@ -1,4 +1,4 @@
-"""C6: gradients through `pg.cond` and `pg.switch` in recorded steps. The twin has Python's `if` in their place, and no phonograph:
+"""C6: gradients through branches and loops in recorded steps. The twin has Python's `if` in their place, and no phonograph:
 losses, weights, gradients and what the optimizer keeps are the same, bit for bit, whichever body a call takes."""
 
 from functools import partial
@@ -80,7 +80,8 @@ def trains(device, loss, *options, replays=4, flags=FLAGS, **named):
     for flag in flags:
         both(torch.randn(5, 6, generator=generator).to(device), torch.tensor(flag, device=device))
     stats = pg.stats(both.recorded)
-    assert stats.replayed >= replays and stats.recorded <= 2, reasons(both.recorded)
+    assert stats.replayed >= replays, reasons(both.recorded)
+    assert stats.recorded <= 2
     return both
 
 
@@ -181,7 +182,8 @@ def recomputed_inside(by, m, x, flag):
     def part(h):
         return torch.tanh(m.left(h)).exp()
 
-    h = by.cond(flag > 0, lambda h: checkpoint(part, h, use_reentrant=False, preserve_rng_state=False), lambda h: h * 2, m.first(x))
+    again = partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+    h = by.cond(flag > 0, again, lambda h: h * 2, m.first(x))
     return m.head(h).square().mean()
 
 
@@ -204,8 +206,25 @@ def twice_as_deep(by, m, x, flag):
     return m.head(h).square().mean()
 
 
-PROGRAMS = (skipped, one_of_two, used_often, shared_weights, nested, with_dropout, several_results, without_gradients, early_exit,
-            written_in_place, expanded, penalty, recomputed, recomputed_inside, cast, experts, twice_as_deep)  # fmt: skip
+PROGRAMS = (
+    skipped,
+    one_of_two,
+    used_often,
+    shared_weights,
+    nested,
+    with_dropout,
+    several_results,
+    without_gradients,
+    early_exit,
+    written_in_place,
+    expanded,
+    penalty,
+    recomputed,
+    recomputed_inside,
+    cast,
+    experts,
+    twice_as_deep,
+)
 NAMED = {loss.__name__: loss for loss in PROGRAMS}
 
 
