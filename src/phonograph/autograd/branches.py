@@ -41,7 +41,7 @@ from .._torch.autograd import (
 from .._torch.autograd import saved_tensors_hooks as hooks_on_saved
 from .._torch.dynamic import Context, Thing
 from .._torch.modes import without_modes
-from .._torch.tensors import has_memory, storage_id
+from .._torch.tensors import storage_id
 from ..aten import operators
 from ..capture.control_flow import Graph
 from ..errors import Refusal
@@ -302,10 +302,6 @@ class _Joint:
                 ))  # fmt: skip
             gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
             for g in gradients:
-                if not has_memory(g):
-                    raise watch.located(
-                        Refusal(f"gives a gradient {_HERE} that is no dense tensor", "use dense ones (sparse=False)")
-                    )
                 own = watch.made_since(g, made) and storage_id(g) not in taken
                 strides = like.stride() if entry.leaf is not None and unexpanded(like) is like else g.stride()
                 found.append(g if own and g.stride() == strides else _copied(g, strides))

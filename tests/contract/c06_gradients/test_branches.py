@@ -6,83 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import phonograph as pg
-from tests.contract.shared.training_loops import SGD, common
-from tests.helpers import reasons, side_by_side
-
-FLAGS = (1, 0, 1, 1, 0, 0, 1, 0, 0, 1)
-"""Whether the first body is taken, call by call; of several bodies, the first or another."""
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.left, self.right = (nn.Linear(6, 6) for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 2)
-
-
-class Plain:
-    """What is called in the place of branches by the twin."""
-
-    @staticmethod
-    def cond(pred, true_fn, false_fn, *operands):
-        return true_fn(*operands) if pred else false_fn(*operands)
-
-    @staticmethod
-    def switch(index, branches, *operands):
-        return branches[index](*operands)
-
-    @staticmethod
-    def while_loop(cond_fn, body_fn, state, max_iterations):
-        for _ in range(max_iterations):
-            if not cond_fn(*state):
-                break
-            state = body_fn(*state)
-        return state
-
-    @staticmethod
-    def repeat(n, body_fn, state):
-        for _ in range(n):
-            state = body_fn(state)
-        return state
-
-
-def training(loss, optimizer=SGD, *, to_none=False, make=Net):
-    """Makes a training step with this loss: first of the twin, then of what is recorded."""
-    forms = iter((Plain, pg))
-
-    def made():
-        by, model = next(forms), make().to(training.device)
-        updates = optimizer(model.parameters())
-        for p in model.parameters() if not to_none else ():
-            p.grad = torch.zeros_like(p)
-
-        def step(x, flag):
-            updates.zero_grad(set_to_none=to_none)
-            found = loss(by, model, x, flag)
-            found.backward()
-            updates.step()
-            return found.detach()
-
-        return step, (model, updates)
-
-    return made
-
-
-def trains(device, loss, *options, replays=4, flags=FLAGS, **named):
-    """Train beside the twin, by each of these flags."""
-    training.device = device
-    both = side_by_side(training(loss, *options, **named))
-    generator = torch.Generator().manual_seed(4)
-    for flag in flags:
-        both(torch.randn(5, 6, generator=generator).to(device), torch.tensor(flag, device=device))
-    stats = pg.stats(both.recorded)
-    assert stats.replayed >= replays, reasons(both.recorded)
-    assert stats.recorded <= 2
-    return both
+from tests.contract.shared.branches import trains
+from tests.contract.shared.training_loops import common
 
 
 def skipped(by, m, x, flag):
@@ -235,7 +162,7 @@ def test_c06_a_branch_in_a_step(device, loss):
 
 @common
 def test_c06_any_optimizer_after_a_branch(device, optimizer):
-    trains(device, skipped, partial(optimizer))
+    trains(device, skipped, optimizer)
 
 
 # -- loops
