@@ -44,7 +44,7 @@ from .._torch.modes import without_modes
 from .._torch.tensors import storage_id
 from ..aten import operators
 from ..capture.control_flow import Graph
-from ..errors import Refusal
+from ..errors import Refusal, Unseen
 from ..memory.pool import unexpanded
 from ..python.bytecode import names_in
 from ..python.identity import identity
@@ -154,7 +154,7 @@ class _Graph(Graph):
         self.counts = Counter(self._entries[node] for node in nodes if node in self._entries)
         self._forward, self._met, self._own = False, {}, {}
         self.versions = [version_of(t) for t in found if t.requires_grad]
-        return [t.detach() for t in found]
+        return [_without_history(t) for t in found]
 
     def _run(
         self, watch: OperatorWatch, body: Body, function: Thing, operands: Sequence[torch.Tensor]
@@ -253,7 +253,7 @@ class _Joint:
         if any(other != needs[0] for other in needs):
             raise watch.located(Refusal(
                 "returns a tensor from a branch, which requires a gradient in one body and none in another",
-                "let it require one in each: x * 0, or torch.zeros_like(x).requires_grad_()",
+                "let it require one in each: return x * 0 rather than torch.zeros_like(x)",
             ))  # fmt: skip
         if not any(needs[0]):
             return results
@@ -320,12 +320,13 @@ class _Joint:
         leaf, around = entry.leaf, watch.graphs[-2] if len(watch.graphs) > 1 else None
         if leaf is not None and isinstance(around, _Graph) and entry in around.counts:
             around.absent.add(entry)
-        elif leaf is None or leaf.grad is None or watch.workplaces or is_asked_for(entry.node) or _has_hooks(leaf):
-            raise watch.located(Refusal(
-                "gives a tensor a gradient in one body of a branch and none in another",
-                "keep parameters' gradients (zero_grad(set_to_none=False)); compute other tensors within the body, or use them "
-                "in each", self._where, final=False,
-            ))  # fmt: skip
+        elif leaf is None or watch.workplaces or is_asked_for(entry.node) or _has_hooks(leaf):
+            raise watch.located(Refusal("gives a tensor a gradient in one body of a branch and none in another",
+                                        "compute it within the body, or use it in each", self._where))  # fmt: skip
+        elif leaf.grad is None:
+            raise watch.located(Unseen("gives a parameter its first gradient in one body of a branch and none in another",
+                                       "keep the gradients: p.grad = torch.zeros_like(p), and zero_grad(set_to_none=False)",
+                                       self._where, final=False))  # fmt: skip
 
 
 class _Joined(torch.autograd.Function):
@@ -340,6 +341,12 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor | None) -> object:
         return None, None, *ctx.joint.backward(grads)
+
+
+def _without_history(t: torch.Tensor) -> torch.Tensor:
+    made = t.detach()
+    made.__dict__.update(t.__dict__)
+    return made
 
 
 def _history(t: torch.Tensor) -> object:

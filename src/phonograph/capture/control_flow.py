@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +24,7 @@ from .._torch.dynamic import Thing
 from .._torch.operators import OpOverload
 from .._torch.tensors import alias, has_memory, storage_id
 from ..aten import operators
-from ..call.signature import modes
+from ..call.signature import attributes, modes
 from ..errors import Overlooked, Refusal, Unseen
 from ..guards.reachable import Reach
 from ..guards.sameness import all_same
@@ -166,10 +166,9 @@ class ControlFlow(CallMemory, Refusals):
             return found[0]
 
         def turn() -> None:
-            found = body(buffers)
+            found = self._made_in_body(partial(body, buffers), "a loop's body", mine)
             moved = [(b, t) for b, t in zip(buffers, found, strict=True) if not _same_memory(b, t)]
             for b, t in moved:
-                self._without_gradient(t, "a loop's body")
                 self._alike(b, t, "a loop's body", "the one that it is given")
             values = [self.copied(t) if storage_id(t) in mine else t for _, t in moved]
             for (b, _), value in zip(moved, values, strict=True):
@@ -288,24 +287,27 @@ class ControlFlow(CallMemory, Refusals):
         mine = {*map(storage_id, kept)}
         return [key for key, b in [*self._births.items()] if b.number >= made and b() is not None and key not in mine]
 
-    def _made_in_body(self, body: Callable[[], Sequence[torch.Tensor]], said: str) -> Sequence[torch.Tensor]:
-        """The results of a body, each of which has memory of its own."""
+    def _made_in_body(
+        self, body: Callable[[], Sequence[torch.Tensor]], said: str, given: Container[int] = ()
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        """The results of a body, each of which has memory of its own, or lies in storages that the body was `given`."""
         made = self.made
         found = [*body()]
         for i, t in enumerate(found):
             if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
                 found[i] = t = self.copied(t)
-            if not self.made_since(t, made):
+            if not self.made_since(t, made) and storage_id(t) not in given:
                 raise self.located(Refusal(f"returns a tensor from {said}, which was there before",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
+            if attributes(t):
+                raise self.located(Refusal(f"returns a tensor from {said}, which has attributes", "return them beside it"))
             self._without_gradient(t, said)
         return found
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:
         if t.requires_grad:
-            raise self.located(
-                Refusal(f"returns a tensor from {said}, which requires a gradient", "call it under torch.no_grad()")
-            )
+            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient", "record the backward in the same "
+                                       "call, and give a loop max_iterations; or call it under torch.no_grad()"))  # fmt: skip
 
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
@@ -413,7 +415,8 @@ def apart(tensors: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> 
 
 def _kind(t: torch.Tensor) -> tuple[object, ...]:
     strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-    return tuple(t.shape), t.dtype, t.device, tuple(strides) if t.numel() else (), t.is_conj(), t.is_neg()
+    lie = tuple(strides) if t.numel() else (), t.is_conj(), t.is_neg()
+    return tuple(t.shape), t.dtype, t.device, *lie, type(t), t.is_inference()
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,6 +1,5 @@
 """C6: what else autograd does where a step has branches: hooks, several backwards, chosen inputs, writes of what was saved."""
 
-import logging
 from functools import partial
 
 import pytest
@@ -145,7 +144,8 @@ def torchs_own(by, m, x, flag):
 
 
 PROGRAMS = (hooks_outside, hooks_of_results, after_accumulation, twice, several_micro_batches, chosen_inputs, clipped,
-            backward_within, predicate_overwritten, own_functions, views_and_trees, recomputed_by_itself, results_that_depend)  # fmt: skip
+            backward_within, predicate_overwritten, own_functions, views_and_trees, recomputed_by_itself,
+            results_that_depend)  # fmt: skip
 NAMED = {loss.__name__: loss for loss in PROGRAMS}
 
 
@@ -155,10 +155,10 @@ def test_c06_autograd_around_a_branch(device, loss):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_c06_gradients_through_torchs_own_branch(device, monkeypatch):
-    """Torch makes graphs of it, and writes them to a log if somebody listens."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    trains(device, torchs_own)
+@may_run_live
+def test_c06_gradients_through_torchs_own_branch(device):
+    """Torch makes graphs of it, and logs them where pytest listens: then it runs live."""
+    trains(device, torchs_own, replays=0)
 
 
 class Layers(Net):

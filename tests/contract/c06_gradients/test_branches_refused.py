@@ -4,7 +4,7 @@ told helps."""
 import pytest
 import torch
 
-from tests.contract.shared.branches import trains
+from tests.contract.shared.branches import FLAGS, trains
 from tests.helpers import may_run_live, reasons
 
 pytestmark = may_run_live
@@ -160,9 +160,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("reason", "loss"), [(reason, loss) for reason, (loss, _) in REFUSED.items()], ids=lambda x: str(x)[:30])
-def test_c06_refused_gradients_of_branches(device, reason, loss):
-    both = trains(device, loss, replays=0)
+@pytest.mark.parametrize("reason", REFUSED)
+def test_c06_refused_gradients_of_branches(device, reason):
+    both = trains(device, REFUSED[reason][0], replays=0)
     assert reason in reasons(both.recorded)
 
 
@@ -178,5 +178,11 @@ def skipped(by, m, x, flag):
 def test_c06_weights_of_one_body_have_to_keep_gradients(device):
     """Eager leaves them without one where they are not used, and the optimizer leaves them alone."""
     both = trains(device, skipped, replays=0, to_none=True)
-    assert "zero_grad(set_to_none=False)" in reasons(both.recorded)
+    assert "gives a parameter its first gradient in one body" in reasons(both.recorded)
     trains(device, skipped)
+
+
+def test_c06_gradients_that_are_kept_from_some_call_on(device):
+    """Each body has been taken by then."""
+    both = trains(device, skipped, flags=FLAGS * 3, given=False)
+    assert "zero_grad(set_to_none=False)" in reasons(both.recorded)

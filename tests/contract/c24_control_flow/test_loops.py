@@ -114,8 +114,27 @@ def repeated_never(x, n):
     )
 
 
-FUNCTIONS = (counted, until_a_value_says_so, swapped, with_views, written, of_a_tree, with_what_is_outside, drawing,
-             drawing_in_the_condition, with_branches, in_each_other, repeated, repeated_never)  # fmt: skip
+def by_a_flag_of_the_state(x, n):
+    start = zero(x), torch.ones((), dtype=torch.bool, device=x.device), x
+    return pg.while_loop(lambda i, go, a: go, lambda i, go, a: (i + 1, i + 1 < n, a * 2), start)
+
+
+def written_by_the_condition(x, n):
+    def goes_on(i, a):
+        i.add_(1)
+        return i <= n
+
+    return pg.while_loop(goes_on, lambda i, a: (i, a * 2), (zero(x), x))
+
+
+def of_expanded_and_strided(x, n):
+    start = zero(x), x.expand(3, 4), x.expand(2, 4).contiguous()[:, ::2]
+    return pg.while_loop(lambda i, a, b: i < n, lambda i, a, b: (i + 1, a * 2, b.clone()), start)
+
+
+FUNCTIONS = (counted, by_a_flag_of_the_state, written_by_the_condition, of_expanded_and_strided, until_a_value_says_so,
+             swapped, with_views, written, of_a_tree, with_what_is_outside, drawing, drawing_in_the_condition, with_branches,
+             in_each_other, repeated, repeated_never)  # fmt: skip
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["", "held"])

@@ -44,14 +44,14 @@ class Plain:
         return state
 
 
-def training(device, loss, optimizer=SGD, *, to_none=False, make=Net):
+def training(device, loss, optimizer=SGD, *, to_none=False, given=True, make=Net):
     """Makes a training step with this loss: first of the twin, then of what is recorded."""
     forms = iter((Plain, pg))
 
     def made():
         by, model = next(forms), make().to(device)
         updates = optimizer(model.parameters())
-        for p in model.parameters() if not to_none else ():
+        for p in model.parameters() if given and not to_none else ():
             p.grad = torch.zeros_like(p)
 
         def step(x, flag):
@@ -67,7 +67,7 @@ def training(device, loss, optimizer=SGD, *, to_none=False, make=Net):
 
 
 def trains(device, loss, *options, replays=4, flags=FLAGS, **named):
-    """Train beside the twin, by each of these flags. Gradients are there from the start, unless they go each time (`to_none`)."""
+    """Train beside the twin, by each of these flags. Gradients are `given` before, or go each time (`to_none`)."""
     both = side_by_side(training(device, loss, *options, **named))
     generator = torch.Generator().manual_seed(4)
     for flag in flags:
