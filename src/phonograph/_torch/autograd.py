@@ -30,6 +30,7 @@ __all__ = [
     "forget_recomputed",
     "hearing",
     "in_inference",
+    "is_asked_for",
     "keeps_graph",
     "lend_code",
     "lend_module",
@@ -46,6 +47,7 @@ __all__ = [
     "set_version",
     "share_version",
     "unseen_by_checkpoint",
+    "version_of",
     "view_like",
     "waits_for_all",
     "when_backward_ends",
@@ -280,6 +282,28 @@ def will_run(node: object) -> bool:
         if "leaf node" not in str(e):
             raise
         return True
+
+
+def is_asked_for(leaf: object) -> bool:
+    """Within a backward: whether it gives gradients (`autograd.grad`), and may be asked for that of this leaf, by its node. (A
+    backward that adds to `.grad` is not.)"""
+    if _will_run is None:
+        return True
+    try:
+        _will_run(leaf)
+    except RuntimeError as e:
+        if "leaf node" not in str(e):
+            raise
+        return True
+    return False
+
+
+def version_of(t: torch.Tensor) -> torch.Tensor:
+    """An empty tensor with the version of another: a write of one is noted for both. It does not keep the other's memory."""
+    with without_modes(), torch.no_grad():
+        made = t.detach()
+        made.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    return made
 
 
 _hooks_on_saved: Private = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)

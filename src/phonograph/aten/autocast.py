@@ -52,9 +52,17 @@ class Casts:
     contexts do, where they begin and end."""
 
     def __init__(self) -> None:
-        self._outside = autocast()
+        self._outside: Reading = autocast()
         self._thread = threading.get_ident()
         self._regions: dict[int, list[Reading]] = {self._thread: []}  # by threads: autograd has its own
+        self.ended = 0
+        """How many contexts have ended that were in no other. With one of these goes what autocast has cast."""
+
+    def keep(self) -> bool:
+        """Whether a weight that is cast now is cast once for as long as autocast is on."""
+        regions = self._regions.get(threading.get_ident()) or self._regions[self._thread]
+        kinds, cached = (regions[-1] if regions else self._outside) or ((), False)
+        return bool(cached) and any(enabled for enabled, _ in kinds)
 
     def within(self, m: Meaning) -> tuple[object, ...]:
         """As `autocast` says it, where this operator is called. (One that has its arguments cast turns it off by itself.)"""
@@ -80,6 +88,7 @@ class Casts:
             regions = self._regions.get(threading.get_ident())
             if regions:
                 regions.pop()
+                self.ended += not regions
             return end(region, *exception)
 
         kind.__enter__, kind.__exit__ = begins, ends

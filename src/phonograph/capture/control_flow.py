@@ -12,6 +12,7 @@ its memory would be given to what the body makes.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import torch
 
 from .._torch.dynamic import Thing
 from .._torch.operators import OpOverload
-from .._torch.tensors import has_memory, storage_id
+from .._torch.tensors import alias, has_memory, storage_id
 from ..aten import operators
 from ..call.signature import attributes, modes
 from ..errors import Overlooked, Refusal, Unseen
@@ -32,10 +33,11 @@ from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
 from .call_memory import CallMemory
 from .digest import Digest
+from .effects import ANYONE, Effect, Starts
 from .python_events import pause_profiling
 from .refusals import Refusals
 
-__all__ = ["ControlFlow", "Roots", "apart"]
+__all__ = ["ControlFlow", "Graph", "Roots", "apart"]
 
 aten = torch.ops.aten
 
@@ -44,7 +46,24 @@ Roots = Sequence[tuple[str, object]]
 """What bodies can get at: the functions and their operands, with names."""
 
 BODY = "a body of control flow"
+_ELSEWHERE = "uses a tensor elsewhere than in the branch that has made it", "return it from the body"
+_LOOP = -1, 0
+_HOOK = Effect("sets a hook on a tensor in a branch or loop", "set it outside, or change the gradient in an "
+               "autograd.Function", ANYONE)  # fmt: skip
+_SET_HOOKS = {
+    "register_hook": os.path.join("torch", "_tensor.py"),
+    "setup_input_hook": os.path.join("torch", "utils", "hooks.py"),
+    "register_post_accumulate_grad_hook": os.path.join("torch", "_tensor.py"),
+}
 _MARK = operators.meaning(aten.alias.default)._replace(name=BODY)
+
+
+class Graph:
+    """What autograd notes of one body. What it saves is used again where the backward of this body runs, and nowhere else: it
+    is there where the body was taken."""
+
+    def met(self, operands: Sequence[torch.Tensor], made: object) -> None:
+        """The body has called an operator with these, which has given that."""
 
 
 class ControlFlow(CallMemory, Refusals):
@@ -56,8 +75,25 @@ class ControlFlow(CallMemory, Refusals):
     def __init__(self) -> None:
         self.bodies = 0
         """How many bodies the operators that run now are within."""
+        self.saved: dict[int, Graph] = {}
+        """The storages that were made in a body and are kept for its backward."""
+        self._place: list[tuple[int, int]] = []  # of the bodies that run now: which branch or loop, and which body of that
+        self._flows = 0  # branches and loops so far
+        self._cast_at: dict[tuple[int, int], tuple[list[tuple[int, int]], int]] = {}
+        self.graphs: list[Graph] = []
+        """Those of the bodies that run now, forwards or backwards, the innermost last."""
         self._loops: list[int] = []  # of the loops whose bodies run now: how many storages the call had made before
         self._lost = False  # one of those is gone
+
+    @property
+    def made(self) -> int:
+        """How many storages the call has made so far."""
+        return self._made
+
+    def made_since(self, t: torch.Tensor, made: int) -> bool:
+        """Whether a tensor lies in memory that the call made after so many storages."""
+        birth = self._births.get(storage_id(t)) if has_memory(t) else None
+        return birth is not None and birth.number >= made
 
     # -- what a device does
 
@@ -80,9 +116,12 @@ class ControlFlow(CallMemory, Refusals):
     # -- what is common
 
     def branch(
-        self, index: torch.Tensor, bodies: Sequence[Callable[[], Sequence[torch.Tensor]]], roots: Roots
-    ) -> list[torch.Tensor]:
+        self, index: torch.Tensor, bodies: Sequence[Callable[[], Sequence[torch.Tensor]]], roots: Roots,
+        graphs: Sequence[Graph | None] = (),
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Capture a branch whose bodies give new tensors: memory of their own, of the same kind in each.
+
+        Those with `graphs` make one of autograd, or run its backward.
 
         Returns:
             Those of the first body, into which the others copy theirs.
@@ -101,8 +140,10 @@ class ControlFlow(CallMemory, Refusals):
         with self._unheard() as heard:
             around = self._around(roots)
             self._flush()
+            flow = self._flows
             self.capture_branch(self._number(index, len(bodies)), [
-                partial(self._within, partial(run, body, i == 0), results, around, heard) for i, body in enumerate(bodies)
+                partial(self._within, partial(run, body, i == 0), results, around, heard, graph, (flow, i))
+                for i, (body, graph) in enumerate(zip(bodies, graphs or [None] * len(bodies), strict=True))
             ])  # fmt: skip
         return results
 
@@ -167,6 +208,7 @@ class ControlFlow(CallMemory, Refusals):
     def died(self, key: int) -> None:
         if self._loops and (birth := self._births.get(key)) is not None:
             self._lost = self._lost or birth.number < self._loops[-1]
+        self.saved.pop(key, None)
         super().died(key)
 
     def _around(self, roots: Roots) -> _Around:
@@ -177,10 +219,31 @@ class ControlFlow(CallMemory, Refusals):
                                        "let the functions name less, and pass what they need as operands"))  # fmt: skip
         return _Around(reach)
 
-    def _within(self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler) -> None:
-        """Run a body that leaves nothing but the tensors `kept`."""
+    def hooks(self) -> Starts:
+        """Functions that set hooks, which are refused in bodies: a backward calls them in captures only, whether the body is
+        taken or not."""
+        return {name: [(file, lambda frame: bool(self.bodies), _HOOK)] for name, file in _SET_HOOKS.items()}
+
+    def check_saved(self, key: int) -> None:
+        """Refuse a storage that is kept for the backward of a body that may not have been taken."""
+        if self.saved[key] not in self.graphs:
+            raise Refusal(*_ELSEWHERE)
+
+    def check_left(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse tensors of that kind that the call leaves."""
+        if any(has_memory(t) and storage_id(t) in self.saved for t in tensors):
+            raise Refusal(*_ELSEWHERE)
+
+    def _within(
+        self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler,
+        graph: Graph | None = None, body: tuple[int, int] = _LOOP,
+    ) -> None:  # fmt: skip
+        """Run a body that leaves nothing but the tensors `kept`, and what its graph saves."""
         made, before = self._made, modes()
         self.bodies += 1
+        self._place.append(body)
+        if graph is not None:
+            self.graphs.append(graph)
         try:
             if heard is not None:
                 sys.setprofile(heard)
@@ -193,6 +256,9 @@ class ControlFlow(CallMemory, Refusals):
         finally:
             pause_profiling()
             self.bodies -= 1
+            self._place.pop()
+            if graph is not None:
+                self.graphs.pop()
         self._flush()
         if modes() != before:
             raise self.located(
@@ -203,26 +269,28 @@ class ControlFlow(CallMemory, Refusals):
         if (place := around.changed()) is not None:
             raise self.located(Refusal(f"changes {place} in a branch or loop", "return it from the body, or write a tensor in "
                                        "place (gradients: zero_grad(set_to_none=False))"))  # fmt: skip
-        if self._left_by(made, kept):
+        left = self._left_by(made, kept)
+        if graph is not None:
+            self.saved.update((key, graph) for key in left if key not in self.saved)
+        elif left:
             lost = self._lost
             gc.collect()
             self._lost = lost  # garbage is nothing that a turn may need
-        if self._left_by(made, kept):
-            raise self.located(Refusal("keeps a tensor that it makes in a branch or loop",
-                                       "return it from the body"))  # fmt: skip
+            if self._left_by(made, kept):
+                raise self.located(Refusal("keeps a tensor that it makes in a branch or loop", "return it from the body"))
         if self.digest is not None:
             self.digest.note(_MARK, _MARK.name, (), {})
 
-    def _left_by(self, made: int, kept: Iterable[torch.Tensor]) -> bool:
-        """Whether a storage is there that was made after so many, and is none of these."""
+    def _left_by(self, made: int, kept: Iterable[torch.Tensor]) -> list[int]:
+        """The storages that are there, were made after so many, and are none of these."""
         mine = {*map(storage_id, kept)}
-        return any(b.number >= made and b() is not None and key not in mine for key, b in [*self._births.items()])
+        return [key for key, b in [*self._births.items()] if b.number >= made and b() is not None and key not in mine]
 
     def _made_in_body(
         self, body: Callable[[], Sequence[torch.Tensor]], said: str, given: Container[int] = ()
     ) -> Sequence[torch.Tensor]:  # fmt: skip
         """The results of a body, each of which has memory of its own, or lies in storages that the body was `given`."""
-        made = self._made
+        made = self.made
         found = [*body()]
         for i, t in enumerate(found):
             if attributes(t):
@@ -230,17 +298,15 @@ class ControlFlow(CallMemory, Refusals):
             self._without_gradient(t, said)
             if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
                 found[i] = t = self.copied(t)
-            birth = self._births.get(storage_id(t)) if has_memory(t) else None
-            if (birth is None or birth.number < made) and storage_id(t) not in given:
+            if not self.made_since(t, made) and storage_id(t) not in given:
                 raise self.located(Refusal(f"returns a tensor from {said}, which was there before",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
         return found
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:
         if t.requires_grad:
-            raise self.located(
-                Refusal(f"returns a tensor from {said}, which requires a gradient", "call it under torch.no_grad()")
-            )
+            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient", "record the backward in the same "
+                                       "call, and give a loop max_iterations; or call it under torch.no_grad()"))  # fmt: skip
 
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
@@ -281,11 +347,27 @@ class ControlFlow(CallMemory, Refusals):
         return made
 
     def _copy(self, target: torch.Tensor, t: torch.Tensor) -> None:
-        self.applied(aten.copy_.default, unexpanded(target), unexpanded(t))
+        """(Autograd may have saved the target, for a body that is not taken then.)"""
+        self.applied(aten.copy_.default, unexpanded(alias(target)), unexpanded(t))
 
     def _flush(self) -> None:
         """What autocast has cast in a body is for that body."""
         torch.clear_autocast_cache()
+        self._flows += 1
+
+    def casts_weight(self, t: torch.Tensor, ended: int) -> None:
+        """Autocast casts a weight after so many of its contexts. In eager it may be there from before: its gradients are then
+        added up in the type to which it was cast.
+
+        Raises:
+            Refusal: it may be, by which bodies are taken.
+        """
+        here, (there, flows) = self._place, self._cast_at.get((storage_id(t), ended), ([], self._flows))
+        apart = next((a[0] == b[0] for a, b in zip(here, there, strict=False) if a != b), False)
+        if flows != self._flows and not apart:
+            raise Refusal("casts a weight in a branch or loop and elsewhere, for which autocast does it once in eager",
+                          "turn off autocast's cache (cache_enabled=False)")  # fmt: skip
+        self._cast_at[storage_id(t), ended] = [*here], self._flows
 
 
 class _Surroundings(Reach):

@@ -185,11 +185,15 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                     "make the optimizer with capturable=True or fused=True",
                 )
             return args[0] if isinstance(args[0], torch.Tensor) else None
-        self._see(m, args, kwargs)
+        operands = self._see(m, args, kwargs)
+        if m.name == "aten::_to_copy" and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
+            self.casts_weight(operands[0], self.casts.ended)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
         begins = self.captured()
         out = self._run(func, m, args, kwargs, listening)
+        if self.graphs:
+            self.graphs[-1].met(operands, out)
         self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
         if m.communicates and self.arrivals is not None:
             self.arrivals.note(m, args, kwargs, out)
@@ -291,6 +295,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                 if not has_memory(t):
                     raise _other_kind(m, t)
                 self.refuse_untraced(m, t)
+            if self.saved and key in self.saved:
+                self.check_saved(key)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import index as as_index
 from typing import TypeVar
 
 import torch
 
-from ..capture.control_flow import ControlFlow
+from ..autograd.branches import branch
+from ..capture.dispatch import OperatorWatch
+from ..devices.cuts import Cuts
 from ..errors import Refusal
 from .results import Tree, apart, number_of, watch_here
 
@@ -100,18 +101,19 @@ def _called(function: Callable[..., R], operands: Sequence[object]) -> R:
 
 
 def _recorded(
-    watch: ControlFlow, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
+    watch: OperatorWatch, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
 ) -> R:  # fmt: skip
-    given, first = Tree.of(operands).tensors, list[Tree]()
+    given, first = Tree.of(operands), list[Tree]()
+    Cuts.on_one_thread()  # for the branch that is the backward of this one
 
-    def body(function: Callable[..., R]) -> list[torch.Tensor]:
-        found = apart(function(*operands), given)
+    def body(function: Callable[..., R], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = apart(function(*given.whole(tensors)), tensors)
         if first and not first[0].alike(found):
             raise watch.located(Refusal("returns something else than tensors from branches, which differs",
                                         "return the same structure, and the same but for the values of tensors"))  # fmt: skip
         first.append(found._replace(tensors=[]))
         return found.tensors
 
-    tensors = watch.branch(number, [partial(body, f) for f in functions.values()], [*functions.items(), ("operands", operands)])
+    tensors = branch(watch, number, body, functions, given.tensors)
     result: R = first[0].whole(tensors)
     return result

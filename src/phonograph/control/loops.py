@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from operator import index as as_index
 from typing import TypeVar, cast
 
@@ -11,7 +12,7 @@ import torch
 from .._torch.dynamic import Thing
 from ..capture.control_flow import ControlFlow
 from ..errors import Refusal
-from .branches import callables
+from .branches import callables, cond
 from .results import Tree, apart, number_of, watch_here
 
 __all__ = ["repeat", "while_loop"]
@@ -19,7 +20,9 @@ __all__ = ["repeat", "while_loop"]
 S = TypeVar("S")
 
 
-def while_loop(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: S) -> S:
+def while_loop(
+    cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: S, *, max_iterations: int | None = None
+) -> S:  # fmt: skip
     """Call a function of a state again and again, for as long as a tensor says so.
 
     Live this is Python's ``while cond_fn(*state): state = body_fn(*state)``. A recording has both functions once, and a replay
@@ -30,6 +33,8 @@ def while_loop(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: 
         body_fn: gives the next state, of the same structure, with tensors of the same shapes and types. It may write tensors
             in place, and use tensors that it closes over.
         state: a tuple or list, whose elements are the arguments of both functions, or another tree, which is the argument.
+        max_iterations: the loop ends after so many turns. Where gradients are wanted it has to be given: a recording then has
+            so many branches, each with what autograd saves, and replays those that are taken.
 
     Returns:
         The last state: new tensors, also where the body did not run.
@@ -42,14 +47,23 @@ def while_loop(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: 
     first = apart(state, Tree.of(state).tensors)
     watch = watch_here()
     if watch is None:
-        return _live(cond_fn, body_fn, first)
-    return cast("S", _recorded(watch, cond_fn, body_fn, first))
+        return _live(cond_fn, body_fn, first, max_iterations)
+    if max_iterations is None:
+        return cast("S", _recorded(watch, cond_fn, body_fn, first))
+    if torch.is_grad_enabled():
+        return _branches(cond_fn, body_fn, first, max_iterations)
+
+    def goes_on(i: torch.Tensor, inner: object) -> Thing:
+        return torch.logical_and(_given(cond_fn, inner), i < max_iterations)
+
+    return _counted(watch, goes_on, body_fn, first)
 
 
 def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
     """Call a function of a state so many times.
 
-    Live this is Python's ``for _ in range(n): state = body_fn(*state)``. A recording has the function once.
+    Live this is Python's ``for _ in range(n): state = body_fn(*state)``. A recording has the function once; where gradients are
+    wanted, `n` times.
 
     Args:
         n: how often: an int, or a tensor of one element, of an integer type, on the device of the call.
@@ -70,32 +84,57 @@ def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
     first = apart(state, Tree.of(state).tensors)
     watch = watch_here()
     if watch is None:
-        for _ in range(number_of(times) if isinstance(times, torch.Tensor) else times):
-            first = apart(_given(body_fn, first.whole(first.tensors)), ())
-        return cast("S", first.whole(first.tensors))
-    done = torch.zeros((), dtype=torch.int64, device=watch.device)
+        return _turns(number_of(times) if isinstance(times, torch.Tensor) else times, body_fn, first)
+    if torch.is_grad_enabled() and isinstance(times, int):  # after one turn it shows whether gradients are wanted
+        first, times = Tree.of(_turns(min(times, 1), body_fn, first)), times - 1
+        if any(t.requires_grad for t in first.tensors):
+            return _turns(times, body_fn, first)
+    return _counted(watch, lambda i, _: i < times, body_fn, first)
 
-    def left(i: torch.Tensor, _: object) -> Thing:
-        return i < times
+
+def _turns(n: int, body_fn: Callable[..., S], state: Tree) -> S:
+    for _ in range(n):
+        state = apart(_given(body_fn, state.whole(state.tensors)), ())
+    return cast("S", state.whole(state.tensors))
+
+
+def _counted(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: Tree) -> S:
+    """A loop whose condition is given how many turns it has made as well."""
 
     def turn(i: torch.Tensor, inner: object) -> tuple[torch.Tensor, object]:
         return i + 1, _given(body_fn, inner)
 
-    return cast("S", _recorded(watch, left, turn, Tree.of((done, first.whole(first.tensors))))[1])
+    done = torch.zeros((), dtype=torch.int64, device=watch.device)
+    return cast("S", _recorded(watch, cond_fn, turn, Tree.of((done, first.whole(first.tensors))))[1])
+
+
+def _branches(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: Tree, most: int) -> S:
+    """A loop as so many branches, each of which is taken where the one before it was."""
+
+    def turn(state: S, _: object) -> tuple[S, Thing]:
+        new = _given(body_fn, state)
+        return new, _given(cond_fn, new)
+
+    state = cast("S", first.whole(first.tensors))
+    goes_on = _given(cond_fn, state)
+    for _ in range(most):
+        state, goes_on = cond(goes_on, turn, lambda *last: last, state, goes_on)
+    return state
 
 
 def _given(function: Callable[..., Thing], state: Thing) -> Thing:
     return function(*state) if type(state) in (tuple, list) else function(state)
 
 
-def _live(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: Tree) -> S:
+def _live(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: Tree, most: int | None) -> S:
     whole: S = state.whole(state.tensors)
-    while True:
+    for i in count():
         goes_on = _given(cond_fn, whole)
-        if not (number_of(goes_on) if isinstance(goes_on, torch.Tensor) else goes_on):
-            return whole
+        if not (number_of(goes_on) if isinstance(goes_on, torch.Tensor) else goes_on) or i == most:
+            break
         found = apart(_given(body_fn, whole), ())
         whole = found.whole(found.tensors)
+    return whole
 
 
 def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., Thing], first: Tree) -> Thing:

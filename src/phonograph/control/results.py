@@ -11,7 +11,7 @@ from .._torch.dynamic import Leaves, Thing
 from .._torch.modes import without_modes
 from .._torch.tensors import has_memory
 from ..capture import control_flow
-from ..capture.control_flow import ControlFlow
+from ..capture.dispatch import OperatorWatch
 from ..devices.cuts import Cuts
 from ..engine.current_capture import recording_here
 from ..guards.sameness import same
@@ -54,7 +54,7 @@ def apart(result: object, operands: Iterable[torch.Tensor]) -> Tree:
     return found._replace(tensors=control_flow.apart(found.tensors, operands))
 
 
-def watch_here() -> ControlFlow | None:
+def watch_here() -> OperatorWatch | None:
     """That of the call that is captured on this thread, if one is."""
     return Cuts.watch() if recording_here() else None
 

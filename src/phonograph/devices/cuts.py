@@ -233,6 +233,13 @@ class Cuts:
         return Cuts.now[-1]._watch if Cuts.now else None
 
     @staticmethod
+    def on_one_thread() -> None:
+        """From now on a backward of the call that is captured runs on the thread that asks for it."""
+        mine = Cuts.now[-1]
+        if isinstance(mine._backwards, nullcontext):
+            mine._backwards = one_thread()
+
+    @staticmethod
     def marked(function: Marked, args: Args, kwargs: Kwargs) -> object:
         """A marked function is called in a call that is captured. Returns what stands for its result.
 

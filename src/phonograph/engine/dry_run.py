@@ -185,6 +185,7 @@ class DryRun:
         numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         if any(ref() is not None for ref in watch.numerals or ()):
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
+        watch.check_left(t for t in (*result, *self._prepared.grads.read()) if isinstance(t, torch.Tensor))
         self._check(arguments, modes_before, listener)
         if watch.digest is not None:
             watch.digest.end(returned.shape, [identity(x.thing) if type(x) is Given else x for x in result])
@@ -239,7 +240,7 @@ class DryRun:
         called: Thing = request.function
         tracing, backward = request.tracing, request.backward
         refused = tracing.refused() if tracing is not None else {}
-        heard = together(watch.frames(), watch.histories.backwards(), prepared.begins, refused)
+        heard = together(watch.frames(), watch.hooks(), watch.histories.backwards(), prepared.begins, refused)
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
         watch.outermost = sys._getframe().f_code
