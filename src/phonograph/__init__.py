@@ -13,6 +13,8 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .api import check, explain, live, prepare, record, report, reset, stats
+    from .control.branches import cond, switch
+    from .control.loops import repeat, while_loop
     from .engine.recorded import Recorded
     from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
     from .statistics import Stats
@@ -29,14 +31,18 @@ __all__ = [
     "Unrecordable",
     "__version__",
     "check",
+    "cond",
     "explain",
     "live",
     "make_graphed_callables",
     "prepare",
     "record",
+    "repeat",
     "report",
     "reset",
     "stats",
+    "switch",
+    "while_loop",
 ]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ._torch.skipped_frames import hide
 from .api import check, explain, live, prepare, record, report, reset, stats
+from .control.branches import cond, switch
+from .control.loops import repeat, while_loop
 from .engine.recorded import Recorded
 from .errors import Mismatch, PhonographError, RunsLive, Stale, StaleOutput, Unrecordable
 from .statistics import Stats
@@ -19,14 +21,18 @@ __all__ = [
     "Stats",
     "Unrecordable",
     "check",
+    "cond",
     "explain",
     "live",
     "make_graphed_callables",
     "prepare",
     "record",
+    "repeat",
     "report",
     "reset",
     "stats",
+    "switch",
+    "while_loop",
 ]
 
 hide()

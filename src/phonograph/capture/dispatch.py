@@ -23,7 +23,7 @@ import torch
 
 from .._torch.dynamic import Args, Kwargs, Leaves, Thing
 from .._torch.dynamo import not_compiled_by_itself
-from .._torch.modes import TorchDispatchMode, below_autograd, without_modes
+from .._torch.modes import TorchDispatchMode
 from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id
@@ -40,6 +40,7 @@ from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import MARKED, source_of
 from .arrivals import Arrivals
 from .call_memory import CallMemory
+from .control_flow import ControlFlow
 from .digest import Digest
 from .effects import Starts
 from .followed_counts import COUNTING, FollowedCounts
@@ -60,7 +61,7 @@ _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _STRIDED = torch.strided
 
 
-class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
+class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts):
     """Observer of every operator of one call on one device."""
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
@@ -70,6 +71,7 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)
+        ControlFlow.__init__(self)
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
         self.histories = Histories(reach)
@@ -170,10 +172,15 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
         if self.arrivals is not None and (m.writes or m.writes_named):
             self.arrivals.before_writing(operators.written_by(m, args, kwargs))
         if m.communicates:
+            if self.bodies:
+                raise refusal(m.name, " in the body of a branch or loop", "call it outside of that")
             self.communicates(m, args, kwargs)
         if m.refusable and not constant:
             self._check(func, m, args, kwargs)
         if m.name in COUNTING and self._counting and self._counted(m, args, kwargs):
+            if self.bodies:
+                raise Refusal("moves on the step count of an optimizer, which is kept on the host, in the body of a branch or loop",
+                              "make the optimizer with capturable=True or fused=True")
             return args[0] if isinstance(args[0], torch.Tensor) else None
         self._see(m, args, kwargs)
         self.operators += 1
@@ -368,6 +375,8 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
     ) -> list[torch.Tensor]:
         """End a segment before a live operator with these inputs. Returns placeholders for its results; on the CPU they have
         the values of the last live call."""
+        if self.bodies:
+            raise self.located(Refusal(f"runs {name} live in the body of a branch or loop", "call it outside of that"))
         for t in inputs:
             key = storage_id(t)
             if self.known.get(key):
@@ -389,12 +398,6 @@ class OperatorWatch(TorchDispatchMode, HostNumbers, FollowedCounts):
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """End a segment on the device."""
         raise NotImplementedError
-
-    def copied(self, t: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor by an operator of the capture."""
-        with torch.no_grad(), without_modes(), below_autograd():
-            made: torch.Tensor = self.__torch_dispatch__(torch.ops.aten.clone.default, (), (t.detach(),))
-        return made
 
     # -- other ranks
 

@@ -228,6 +228,11 @@ class Cuts:
             self._watch.arrivals = None
 
     @staticmethod
+    def watch() -> OperatorWatch | None:
+        """The watch of the capture that goes on, which is that of a call and not of what a backward runs by itself."""
+        return Cuts.now[-1]._watch if Cuts.now else None
+
+    @staticmethod
     def marked(function: Marked, args: Args, kwargs: Kwargs) -> object:
         """A marked function is called in a call that is captured. Returns what stands for its result.
 

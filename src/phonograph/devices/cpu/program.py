@@ -6,7 +6,7 @@ a copy of its results. What only allocates is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from operator import length_hint
 from typing import Any
@@ -25,6 +25,7 @@ from ...memory.spans import Spans
 from ...python.identity import identity
 from ..segments import TakenBack
 from .bindings import spelled
+from .bodies import CHOICE, LOOP, Choice, Loop
 from .steps import Operand, Step
 
 __all__ = ["NOTHING", "TapeProgram", "read_state"]
@@ -59,15 +60,13 @@ class TapeProgram:
         self._fill = Fill(slots)
         self._keep = keep  # the memory itself
         self._tensors: dict[tuple[object, ...], torch.Tensor] = {}
+        self._lists: list[list[Any]] = []  # all calls: of the tape, and of each body
         with torch.inference_mode(False), torch.no_grad():
-            first = [call for step in steps[:raising] if (call := self._call(step)) is not None]
-            calls = [*first, *(call for step in steps[raising:] if (call := self._call(step)) is not None)]
-        self._raising = len(first)
-        with below_autograd(), without_autocast():
-            self.calls = spelled(calls)
-        self._probes: list[tuple[int, partial[object], frozenset[float]]] | None = (
-            None  # calls with probes of `dials`; where; which
-        )
+            found = [*map(self._call, steps)]
+            self._raising = sum(call is not None for call in found[:raising])
+            self.calls = self._spelled(found)
+        # Calls with probes of `dials`: in which list, where; which.
+        self._probes: list[tuple[list[Any], int, partial[object], frozenset[float]]] | None = None
         self._numbers: dict[float, float] = {}  # what was last put in their place
 
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
@@ -93,28 +92,45 @@ class TapeProgram:
 
     def close(self) -> None:
         self.calls = []
+        self._lists = []
         self._probes = None
         self._tensors = {}
         self._keep = None
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if self._probes is None:
-            held = [(i, c, frozenset(numbers.keys() & {*_numbers_of(c)})) for i, c in enumerate(self.calls if numbers else ())]
-            self._probes = [entry for entry in held if entry[2]]
+            held = [(calls, i, c, frozenset(numbers.keys() & {*_numbers_of(c)}))
+                    for calls in (self._lists if numbers else ()) for i, c in enumerate(calls)]  # fmt: skip
+            self._probes = [entry for entry in held if entry[-1]]
         last, self._numbers = self._numbers, dict(numbers)
-        for i, call, own in self._probes:
+        for calls, i, call, own in self._probes:
             if any(last.get(n) is not numbers[n] for n in own):
-                self.calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
-        return frozenset[float]().union(*(own for _, _, own in self._probes))
+                calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
+        return frozenset[float]().union(*(own for *_, own in self._probes))
 
     def holds(self, numbers: Set[float]) -> bool:
-        return any(not numbers.isdisjoint(_numbers_of(call)) for call in self.calls)
+        return any(not numbers.isdisjoint(_numbers_of(call)) for calls in self._lists for call in calls)
 
     def work(self) -> list[Work]:
         return []  # it has no graph: each operator is shown as itself
 
+    def _spelled(self, calls: Iterable[partial[Any] | None]) -> list[Any]:
+        with below_autograd(), without_autocast():
+            found = spelled([call for call in calls if call is not None])
+        self._lists.append(found)
+        return found
+
+    def _body(self, steps: Iterable[Step]) -> list[Any]:
+        return self._spelled(map(self._call, steps))
+
     def _call(self, step: Step) -> partial[Any] | None:
         """What a replay does for a step; None where the operator only allocates."""
+        if step.func is CHOICE:
+            index, *bodies = step.args
+            return partial(Choice(self._operand(index), [*map(self._body, bodies)]))
+        if step.func is LOOP:
+            goes_on, *bodies = step.args
+            return partial(Loop(self._operand(goes_on), *map(self._body, bodies)))
         which = identity(step.func)  # an overload's own hash is Python code
         if which in NOTHING:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import torch
@@ -39,6 +39,7 @@ from ...values.wording import source_of
 from ..cuts import UNDONE
 from ..segments import Segments
 from .arena import Arena
+from .bodies import CHOICE, LOOP, Old, Trial
 from .collectives import Exchange, UnderWay, made_by, stand_in
 from .out_variants import tried, variant_of
 from .program import NOTHING, TapeProgram, read_state
@@ -72,8 +73,10 @@ class Tape(OperatorWatch):
         self._steps: list[Step] = []
         self._cuts: list[tuple[int, Break, list[Operand], list[Operand]]] = []  # after how many steps, and what lies where
         self._places: dict[int, Place] = {}
-        self._undo: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._undo: list[Old] = []
         self._undone: set[int] = set()
+        self._top = self._steps  # those that are in no body
+        self._trials: list[Trial] = []  # bodies that run now, the innermost last
         self._lent_by_others: dict[int, tuple[int, int, bytes]] = {}  # memory of arrays, and what was there
         self._under_way: list[UnderWay] = []
         self._raising = 0  # where one of the first so many steps raises in a replay, the call begins again
@@ -183,7 +186,51 @@ class Tape(OperatorWatch):
         return out
 
     def captured(self) -> int:
-        return len(self._steps) - (self._cuts[-1][0] if self._cuts else 0)
+        return len(self._top) - (self._cuts[-1][0] if self._cuts else 0)
+
+    # -- branches and loops
+
+    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
+        with without_modes():
+            taken = int(index.item())
+        pieces, left = [], None
+        for i, body in enumerate(bodies):
+            steps, found = self._body(body, taken=i == taken)
+            pieces.append(steps)
+            left = found or left
+        self._leave(left)
+        self._steps.append(Step(CHOICE, (self._note(index), *pieces), {}, []))
+
+    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
+        asked: list[torch.Tensor] = []
+        first, left = self._body(lambda: asked.append(condition()), taken=True)
+        self._leave(left)
+        goes_on = self._note(asked[0])
+        with without_modes():
+            taken = bool(asked.pop().item())
+        steps, left = self._body(body, taken=taken)
+        self._leave(left)
+        self._steps.append(Step(LOOP, (goes_on, first, steps), {}, []))
+
+    def _body(self, body: Callable[[], None], *, taken: bool) -> tuple[list[Step], Trial | None]:
+        """Run a body on a tape of its own, and put back what it has written. Returns its steps, and what is to be written if it
+        is the one that is `taken`."""
+        outer, self._steps = self._steps, []
+        known = [g for g, _ in self._generator_states]
+        trial = Trial(self._made, known)
+        self._trials.append(trial)
+        try:
+            body()
+        finally:
+            self._trials.pop()
+            steps, self._steps = self._steps, outer
+            trial.end([g for g, _ in self._generator_states[len(known) :]], taken=taken)
+        return steps, trial if taken else None
+
+    def _leave(self, trial: Trial | None) -> None:
+        """The call goes on as after this body."""
+        if trial is not None:
+            trial.again()
 
     def communicates(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
         known = COLLECTIVES.get(m.name)
@@ -286,7 +333,7 @@ class Tape(OperatorWatch):
                                if place is not None else
                                Refusal(f"{said}, and an except or finally clause or a context manager of yours is around it",
                                        "let the exception out, and catch it around the call"))  # fmt: skip
-        self._raising, self._put_back = len(self._steps) + 1, outside
+        self._raising, self._put_back = len(self._top) + 1, outside
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""
@@ -334,6 +381,11 @@ class Tape(OperatorWatch):
             if key in self.theirs and key not in self._undone:
                 self._undone.add(key)
                 self._undo.append((t.untyped_storage(), t.untyped_storage().clone()))
+            birth = self._births.get(key)
+            for trial in self._trials:
+                if (birth is None or birth.number < trial.made) and key not in trial.undone:
+                    trial.undone.add(key)
+                    trial.undo.append((t.untyped_storage(), t.untyped_storage().clone()))
 
     def _new(self, t: torch.Tensor) -> Operand:
         storage = t.untyped_storage()

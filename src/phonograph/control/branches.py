@@ -1,0 +1,116 @@
+"""`cond` and `switch`: one of several functions, by what a tensor holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import index as as_index
+from typing import TypeVar
+
+import torch
+
+from .._torch.dynamic import Thing
+from ..capture.control_flow import ControlFlow
+from ..errors import Refusal
+from .results import Tree, apart, number_of, watch_here
+
+__all__ = ["callables", "cond", "switch"]
+
+R = TypeVar("R")
+
+
+def cond(pred: bool | int | torch.Tensor, true_fn: Callable[..., R], false_fn: Callable[..., R], *operands: object) -> R:
+    """Call one of two functions, by what a tensor holds.
+
+    Live this is Python's ``true_fn(*operands) if pred else false_fn(*operands)``. A recording has both, and each replay runs
+    the one that is taken, without the host: on CUDA as a conditional node of the graph.
+
+    Args:
+        pred: a tensor of one element on the device of the call, or a Python value, which decides when the call is recorded.
+        true_fn, false_fn: the functions. They may write tensors in place, and use tensors that they close over.
+        *operands: what both are called with: tensors, and trees of them.
+
+    Returns:
+        What the function returns: a tree with new tensors. Of one that shares memory with an operand, a copy.
+
+    Raises:
+        RuntimeError: `pred` is a tensor of several elements.
+        TypeError: one of the functions is none, or `pred` is neither a tensor nor a bool or an int.
+    """
+    callables("pg.cond", {"true_fn": true_fn, "false_fn": false_fn})
+    if not isinstance(pred, torch.Tensor):
+        if not isinstance(pred, int):
+            raise TypeError(f"pg.cond: pred is a tensor of one element, a bool or an int, not {type(pred).__name__}")
+        return _called(true_fn if pred else false_fn, operands)
+    watch = watch_here()
+    if watch is None:
+        return _called(true_fn if number_of(pred) else false_fn, operands)
+    with torch.no_grad():
+        number = pred.logical_not()
+    return _recorded(watch, number, {"true_fn": true_fn, "false_fn": false_fn}, operands)
+
+
+def switch(index: int | torch.Tensor, branches: Sequence[Callable[..., R]], *operands: object) -> R:
+    """Call one of several functions, by the number that a tensor holds.
+
+    Live this is Python's ``branches[index](*operands)``, with the index clamped to the numbers that there are. A recording has
+    all of them, and each replay runs the one that is taken, without the host.
+
+    Args:
+        index: a tensor of one element, of an integer type, on the device of the call; or a Python int, which decides when the
+            call is recorded.
+        branches: the functions, at least one.
+        *operands: what they are called with: tensors, and trees of them.
+
+    Returns:
+        What the function returns: a tree with new tensors. Of one that shares memory with an operand, a copy.
+
+    Raises:
+        RuntimeError: `index` is a tensor of several elements.
+        TypeError: `index` is no integer, or one of the functions is none.
+        ValueError: there are no functions.
+    """
+    if not branches:
+        raise ValueError("pg.switch: branches is empty")
+    named: dict[str, Callable[..., R]] = {f"branches[{i}]": f for i, f in enumerate(branches)}
+    callables("pg.switch", named)
+    if not isinstance(index, torch.Tensor):
+        return _called(_clamped(branches, as_index(index)), operands)
+    if index.is_floating_point() or index.is_complex():
+        raise TypeError(f"pg.switch: index is of an integer type, not {index.dtype}")
+    watch = watch_here()
+    if watch is None:
+        return _called(_clamped(branches, int(number_of(index))), operands)
+    return _recorded(watch, index, named, operands)
+
+
+def _clamped(branches: Sequence[Callable[..., R]], index: int) -> Callable[..., R]:
+    return branches[min(max(index, 0), len(branches) - 1)]
+
+
+def callables(said: str, functions: dict[str, Callable[..., R]]) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{said}: {name} is a function, not {type(function).__name__}")
+
+
+def _called(function: Callable[..., R], operands: Sequence[object]) -> Thing:
+    found = apart(function(*operands), Tree.of(operands).tensors)
+    return found.whole(found.tensors)
+
+
+def _recorded(
+    watch: ControlFlow, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
+) -> Thing:  # fmt: skip
+    given, first = Tree.of(operands).tensors, list[Tree]()
+
+    def body(function: Callable[..., R]) -> list[torch.Tensor]:
+        found = apart(function(*operands), given)
+        if first and not first[0].alike(found):
+            raise watch.located(Refusal("returns something else from each branch than tensors",
+                                        "return the same structure, and the same but for the values of tensors"))  # fmt: skip
+        first.append(found._replace(tensors=[]))
+        return found.tensors
+
+    tensors = watch.branch(number, [partial(body, f) for f in functions.values()], [*functions.items(), ("operands", operands)])
+    return first[0].whole(tensors)

@@ -1,0 +1,117 @@
+"""`while_loop` and `repeat`: a function of a state, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index as as_index
+from typing import TypeVar
+
+import torch
+
+from .._torch.dynamic import Thing
+from ..capture.control_flow import ControlFlow
+from ..errors import Refusal
+from .branches import callables
+from .results import Tree, apart, number_of, watch_here
+
+__all__ = ["repeat", "while_loop"]
+
+S = TypeVar("S")
+
+
+def while_loop(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: S) -> S:
+    """Call a function of a state again and again, for as long as a tensor says so.
+
+    Live this is Python's ``while cond_fn(*state): state = body_fn(*state)``. A recording has both functions once, and a replay
+    runs them as often as it takes, without the host: on CUDA as a conditional node of the graph.
+
+    Args:
+        cond_fn: gives a tensor of one element on the device of the call, of the state.
+        body_fn: gives the next state, of the same structure, with tensors of the same shapes and types. It may write tensors
+            in place, and use tensors that it closes over.
+        state: a tuple or list, whose elements are the arguments of both functions, or another tree, which is the argument.
+
+    Returns:
+        The last state: new tensors, also where the body did not run.
+
+    Raises:
+        RuntimeError: `cond_fn` gives a tensor of several elements.
+        TypeError: one of the functions is none.
+    """
+    callables("pg.while_loop", {"cond_fn": cond_fn, "body_fn": body_fn})
+    first = apart(state, Tree.of(state).tensors)
+    watch = watch_here()
+    if watch is None:
+        return _live(cond_fn, body_fn, first)
+    return _recorded(watch, cond_fn, body_fn, first)
+
+
+def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
+    """Call a function of a state so many times.
+
+    Live this is Python's ``for _ in range(n): state = body_fn(*state)``. A recording has the function once.
+
+    Args:
+        n: how often: an int, or a tensor of one element, of an integer type, on the device of the call.
+        body_fn: gives the next state, as that of `while_loop` does.
+        state: a tuple or list, whose elements are the arguments of the function, or another tree, which is the argument.
+
+    Returns:
+        The last state: new tensors, also where the function did not run.
+
+    Raises:
+        RuntimeError: `n` is a tensor of several elements.
+        TypeError: `n` is no integer, or the function is none.
+    """
+    callables("pg.repeat", {"body_fn": body_fn})
+    if isinstance(n, torch.Tensor) and (n.is_floating_point() or n.is_complex()):
+        raise TypeError(f"pg.repeat: n is of an integer type, not {n.dtype}")
+    times: Thing = n if isinstance(n, torch.Tensor) else as_index(n)
+    first = apart(state, Tree.of(state).tensors)
+    watch = watch_here()
+    if watch is None:
+        for _ in range(number_of(times) if isinstance(times, torch.Tensor) else times):
+            first = apart(_given(body_fn, first.whole(first.tensors)), ())
+        return first.whole(first.tensors)
+    done = torch.zeros((), dtype=torch.int64, device=watch.device)
+
+    def left(i: torch.Tensor, _: object) -> torch.Tensor:
+        return i < times
+
+    def turn(i: torch.Tensor, inner: object) -> tuple[torch.Tensor, object]:
+        return i + 1, _given(body_fn, inner)
+
+    return _recorded(watch, left, turn, Tree.of((done, first.whole(first.tensors))))[1]
+
+
+def _given(function: Callable[..., Thing], state: object) -> Thing:
+    return function(*state) if type(state) in (tuple, list) else function(state)
+
+
+def _live(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: Tree) -> S:
+    whole: S = state.whole(state.tensors)
+    while True:
+        goes_on = _given(cond_fn, whole)
+        if not (number_of(goes_on) if isinstance(goes_on, torch.Tensor) else goes_on):
+            return whole
+        found = apart(_given(body_fn, whole), ())
+        whole = found.whole(found.tensors)
+
+
+def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: Tree) -> S:
+    def goes_on(state: Sequence[torch.Tensor]) -> torch.Tensor:
+        found = _given(cond_fn, first.whole(state))
+        if not isinstance(found, torch.Tensor):
+            raise watch.located(Refusal("loops by a condition that is no tensor", "give a tensor"))
+        return found
+
+    def turn(state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = apart(_given(body_fn, first.whole(state)), ())
+        if not first.alike(found):
+            raise watch.located(Refusal("returns another state from a loop's body than it was given: of another structure, or "
+                                        "with other values that are no tensors", "keep in tensors what changes"))  # fmt: skip
+        return found.tensors
+
+    roots = [("cond_fn", cond_fn), ("body_fn", body_fn)]
+    found: S = first.whole(watch.loop(goes_on, turn, first.tensors, roots))
+    return found

@@ -1,0 +1,72 @@
+"""What branches and loops are given and return: trees, whose tensors are memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._torch.dynamic import Leaves, Thing
+from .._torch.modes import without_modes
+from .._torch.tensors import has_memory, storage_id
+from ..capture.control_flow import ControlFlow
+from ..devices.cuts import Cuts
+from ..engine.current_capture import recording_here
+from ..guards.sameness import same
+from ..values.pytree import flatten, unflatten
+from ..values.pytree_nodes import Node
+
+__all__ = ["Tree", "apart", "number_of", "watch_here"]
+
+
+_TENSOR = object()  # in the place of one
+
+
+class Tree(NamedTuple):
+    """A tree, taken apart: its shape, its leaves with nothing in the places of tensors, and these."""
+
+    shape: Node | None
+    others: Leaves
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, value: object) -> Tree:
+        leaves: Leaves = []
+        shape = flatten(value, leaves)
+        others = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
+        return cls(shape, others, [x for x in leaves if isinstance(x, torch.Tensor)])
+
+    def whole(self, tensors: Iterable[torch.Tensor]) -> Thing:
+        """The tree with these tensors."""
+        left = iter(tensors)
+        return unflatten(self.shape, iter([next(left) if x is _TENSOR else x for x in self.others]))
+
+    def alike(self, other: Tree) -> bool:
+        """Whether the other has tensors in the same places, and the same in all others."""
+        return self.shape == other.shape and all(map(same, self.others, other.others))
+
+
+def apart(result: object, operands: Sequence[torch.Tensor]) -> Tree:
+    """A result with a copy of each tensor that shares memory with an operand, or with one before it in the result."""
+    found = Tree.of(result)
+    taken = {storage_id(t) for t in operands if has_memory(t)}
+    for i, t in enumerate(found.tensors):
+        if has_memory(t):
+            if storage_id(t) in taken:
+                found.tensors[i] = t = t.clone()
+            taken.add(storage_id(t))
+    return found
+
+
+def watch_here() -> ControlFlow | None:
+    """That of the call that is captured on this thread, if one is."""
+    return Cuts.watch() if recording_here() else None
+
+
+def number_of(t: torch.Tensor) -> Thing:
+    """What a live call reads of a tensor to go on. It is nothing that a recording would stumble over."""
+    if t.numel() != 1 or type(t) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(t):
+        return t.item()  # which raises as it does in eager
+    with without_modes():
+        return torch.ops.aten._local_scalar_dense.default(t)
