@@ -220,7 +220,9 @@ class ControlFlow(CallMemory, Refusals):
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:
         if t.requires_grad:
-            raise self.located(Refusal(f"returns a tensor that requires a gradient from {said}", "call it under torch.no_grad()"))
+            raise self.located(
+                Refusal(f"returns a tensor that requires a gradient from {said}", "call it under torch.no_grad()")
+            )
 
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
@@ -274,8 +276,10 @@ class _Around:
     def __init__(self, roots: Roots) -> None:
         reach = Reach(roots)
         if reach.iterators or reach.truncated:
-            raise Refusal(f"can get at {next(iter(reach.iterators), 'more than can be looked at')} in the body of a branch or loop",
-                          "let it have less")
+            raise Refusal(
+                f"can get at {next(iter(reach.iterators), 'more than can be looked at')} in the body of a branch or loop",
+                "let it have less",
+            )
         self._holders = [(h, h.read()) for h in reach.holders]
         self._tensors = reach.all_tensors
         self._states = self._read()

@@ -179,8 +179,10 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
             self._check(func, m, args, kwargs)
         if m.name in COUNTING and self._counting and self._counted(m, args, kwargs):
             if self.bodies:
-                raise Refusal("moves on the step count of an optimizer, which is kept on the host, in the body of a branch or loop",
-                              "make the optimizer with capturable=True or fused=True")
+                raise Refusal(
+                    "moves on the step count of an optimizer, which is kept on the host, in the body of a branch or loop",
+                    "make the optimizer with capturable=True or fused=True",
+                )
             return args[0] if isinstance(args[0], torch.Tensor) else None
         self._see(m, args, kwargs)
         self.operators += 1

@@ -35,6 +35,7 @@ from ...guards.snapshot import changed
 from ...memory.spans import Spans
 from ...python.identity import identity
 from ...python.origin import users_line
+from ...values.host_scalars import READS_NUMBER
 from ...values.wording import source_of
 from ..cuts import UNDONE
 from ..segments import Segments
@@ -192,7 +193,7 @@ class Tape(OperatorWatch):
 
     def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
         with without_modes():
-            taken = int(index.item())
+            taken = int(READS_NUMBER(index))
         pieces, left = [], None
         for i, body in enumerate(bodies):
             steps, found = self._body(body, taken=i == taken)
@@ -207,7 +208,7 @@ class Tape(OperatorWatch):
         self._leave(left)
         goes_on = self._note(asked[0])
         with without_modes():
-            taken = bool(asked.pop().item())
+            taken = bool(READS_NUMBER(asked.pop()))
         steps, left = self._body(body, taken=taken)
         self._leave(left)
         self._steps.append(Step(LOOP, (goes_on, first, steps), {}, []))
