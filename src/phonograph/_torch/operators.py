@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, FrameType, MethodDescriptorType
 from typing import TypeGuard
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "bindings",
+    "calls_higher_order",
     "carried_out",
     "insists_on_no_mode",
     "is_composite",
@@ -43,6 +45,11 @@ def is_composite(func: OpOverload) -> bool:
 def is_higher_order(func: object) -> TypeGuard[HigherOrderOperator]:
     """Whether this is an operator of `torch.ops.higher_order`, which is given functions or other operators."""
     return type(func) is not torch._ops.OpOverload and isinstance(func, torch._ops.HigherOrderOperator)  # (that asks `abc`)
+
+
+def calls_higher_order(frame: FrameType | None) -> bool:
+    """Whether this frame is torch's own that compiles such an operator, into nothing but a call of it: `torch.cond`."""
+    return frame is not None and os.path.basename(os.path.dirname(frame.f_code.co_filename)) == "_higher_order_ops"
 
 
 def insists_on_no_mode(func: HigherOrderOperator) -> bool:

@@ -25,18 +25,17 @@ from .._torch.operators import OpOverload
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
 from ..call.signature import modes
-from ..errors import Refusal
+from ..errors import Overlooked, Refusal
 from ..guards.reachable import Reach
 from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
-from ..python.identity import identity
 from .call_memory import CallMemory
 from .digest import Digest
 from .python_events import pause_profiling
 from .refusals import Refusals
 
-__all__ = ["BODY", "ControlFlow", "Roots"]
+__all__ = ["ControlFlow", "Roots", "apart"]
 
 aten = torch.ops.aten
 
@@ -179,7 +178,7 @@ class ControlFlow(CallMemory, Refusals):
             if heard is not None:
                 sys.setprofile(heard)
             run()
-        except Refusal:
+        except (Refusal, Overlooked):
             raise
         except Exception as e:
             said = f"raises {type(e).__name__} in the body of a branch or loop, which a capture runs whether it is taken or not"
@@ -190,6 +189,9 @@ class ControlFlow(CallMemory, Refusals):
         self._flush()
         if modes() != before:
             raise self.located(Refusal("changes a mode in the body of a branch or loop", "use it as a context manager (with)"))
+        if around.begins_steps():
+            raise self.located(Refusal("steps an optimizer for the first time in the body of a branch or loop",
+                                       "call it once before", final=False))  # fmt: skip
         if (place := around.changed()) is not None:
             raise self.located(Refusal(f"changes {place} in the body of a branch or loop, which a replay cannot",
                                        "return it from the body, or keep it in a tensor that is written in place"))  # fmt: skip
@@ -283,17 +285,33 @@ class _Around:
         self._holders = [(h, h.read()) for h in reach.holders]
         self._tensors = reach.all_tensors
         self._states = self._read()
+        self._states_of_optimizers = [o.state for o in reach.optimizers]
+        self._sizes = [*map(len, self._states_of_optimizers)]
 
     def changed(self) -> str | None:
         """The name of something that is another now."""
         found = [*changed(self._holders)]
-        found += [name for (name, _), old, new in zip(self._tensors, self._states, self._read(), strict=True) if old != new]
+        found += [name for (name, _), old, new in zip(self._tensors, self._states, self._read(), strict=True)
+                  if old[0] != new[0] or old[1] is not new[1]]  # fmt: skip
         return next(iter(found), None)
 
-    def _read(self) -> list[tuple[object, ...]]:
+    def begins_steps(self) -> bool:
+        """Whether an optimizer has made its state since."""
+        return [*map(len, self._states_of_optimizers)] != self._sizes
+
+    def _read(self) -> list[tuple[object, object]]:
+        """What tensors are, and their gradients."""
         tensors = [t for _, t in self._tensors]
-        grads = [identity(t.grad) if t.is_leaf and t.grad is not None else None for t in tensors]
-        return [(state, grad) for state, grad in zip(states_of(tensors), grads, strict=True)]
+        return [*zip(states_of(tensors), (t.grad if t.is_leaf else None for t in tensors), strict=True)]
+
+
+def apart(tensors: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """These with a copy of each that shares memory with an operand, or with one before it."""
+    found, taken = list[torch.Tensor](), {storage_id(t) for t in operands if has_memory(t)}
+    for t in tensors:
+        found.append(t.clone() if has_memory(t) and storage_id(t) in taken else t)
+        taken.update(storage_id(x) for x in found[-1:] if has_memory(x))
+    return found
 
 
 def _kind(t: torch.Tensor) -> tuple[object, ...]:

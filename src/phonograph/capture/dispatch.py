@@ -44,6 +44,7 @@ from .control_flow import ControlFlow
 from .digest import Digest
 from .effects import Starts
 from .followed_counts import COUNTING, FollowedCounts
+from .higher_order import branch_or_loop
 from .histories import Histories
 from .host_numbers import HostNumbers
 from .origins import Origins
@@ -230,6 +231,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
         try:
             if listening is not None:
                 sys.setprofile(listening)  # the functions may be the user's
+            if (found := branch_or_loop(self, func, args, kwargs, self._seeing)) is not None:
+                return found
             if insists_on_no_mode(func):
                 return carried_out(func, [self._seeing(x) if callable(x) else x for x in args], kwargs)
             with self:

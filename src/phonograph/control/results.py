@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from .._torch.dynamic import Leaves, Thing
 from .._torch.modes import without_modes
-from .._torch.tensors import has_memory, storage_id
+from .._torch.tensors import has_memory
+from ..capture import control_flow
 from ..capture.control_flow import ControlFlow
 from ..devices.cuts import Cuts
 from ..engine.current_capture import recording_here
@@ -47,16 +48,10 @@ class Tree(NamedTuple):
         return self.shape == other.shape and all(map(same, self.others, other.others))
 
 
-def apart(result: object, operands: Sequence[torch.Tensor]) -> Tree:
+def apart(result: object, operands: Iterable[torch.Tensor]) -> Tree:
     """A result with a copy of each tensor that shares memory with an operand, or with one before it in the result."""
     found = Tree.of(result)
-    taken = {storage_id(t) for t in operands if has_memory(t)}
-    for i, t in enumerate(found.tensors):
-        if has_memory(t):
-            if storage_id(t) in taken:
-                found.tensors[i] = t = t.clone()
-            taken.add(storage_id(t))
-    return found
+    return found._replace(tensors=control_flow.apart(found.tensors, operands))
 
 
 def watch_here() -> ControlFlow | None:

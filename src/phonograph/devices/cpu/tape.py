@@ -15,7 +15,7 @@ import torch
 
 from ..._torch.dynamic import Args, Kwargs, Thing
 from ..._torch.modes import without_modes
-from ..._torch.operators import OpOverload
+from ..._torch.operators import OpOverload, calls_higher_order
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
 from ..._torch.tensors import has_memory, storage_id
 from ...aten import operators
@@ -35,7 +35,6 @@ from ...guards.snapshot import changed
 from ...memory.spans import Spans
 from ...python.identity import identity
 from ...python.origin import users_line
-from ...values.host_scalars import READS_NUMBER
 from ...values.wording import source_of
 from ..cuts import UNDONE
 from ..segments import Segments
@@ -56,7 +55,7 @@ COMPILED: Starts = {
     "compile_wrapper": [
         (
             os.path.join("_dynamo", "eval_frame.py"),
-            lambda frame: True,
+            lambda frame: not calls_higher_order(frame.f_back),
             Effect("calls a torch.compile'd function, whose kernels the CPU device cannot see",
                    "record the uncompiled function on the CPU", ANYONE),
         )
@@ -192,8 +191,7 @@ class Tape(OperatorWatch):
     # -- branches and loops
 
     def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
-        with without_modes():
-            taken = int(READS_NUMBER(index))
+        taken = int(_read(index))
         pieces, left = [], None
         for i, body in enumerate(bodies):
             steps, found = self._body(body, taken=i == taken)
@@ -207,9 +205,7 @@ class Tape(OperatorWatch):
         first, left = self._body(lambda: asked.append(condition()), taken=True)
         self._leave(left)
         goes_on = self._note(asked[0])
-        with without_modes():
-            taken = bool(READS_NUMBER(asked.pop()))
-        steps, left = self._body(body, taken=taken)
+        steps, left = self._body(body, taken=bool(_read(asked.pop())))
         self._leave(left)
         self._steps.append(Step(LOOP, (goes_on, first, steps), {}, []))
 
@@ -461,6 +457,12 @@ class Tape(OperatorWatch):
                 place.anchor = storage
         self._births.clear()
         return made
+
+
+def _read(t: torch.Tensor) -> Thing:
+    """The number in a tensor, which is read by nobody of the call."""
+    with without_modes():
+        return aten._local_scalar_dense.default(t)
 
 
 def fills_memory() -> bool:
