@@ -66,7 +66,7 @@ def test_what_captures_forbid_is_allowed_inside_the_block_only(monkeypatch, befo
         modes[0], mode._obj.value = mode._obj.value, modes[0]
         return 0
 
-    monkeypatch.setattr(driver, "_function", lambda name, *_: {"cuThreadExchangeStreamCaptureMode": exchange}[name])
+    monkeypatch.setattr(driver, "function", lambda name, *_: {"cuThreadExchangeStreamCaptureMode": exchange}[name])
     with driver.unsafe_calls():
         assert modes == [2]  # CU_STREAM_CAPTURE_MODE_RELAXED
     assert modes == [before]

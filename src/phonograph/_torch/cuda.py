@@ -24,11 +24,13 @@ __all__ = [
     "OnStream",
     "allocations_since",
     "clear_cublas_workspaces",
+    "counts_by_capture",
     "current_device",
     "measure_outside_of_pools",
     "raw_alloc",
     "raw_free",
     "raw_stream",
+    "route_by_stream",
     "route_to_pool",
     "segments",
     "segments_expand",
@@ -105,6 +107,12 @@ class _Route(NamedTuple):
         _c("_cuda_endAllocateToPool")(self.device, self.pool)
         _c("_cuda_releasePool")(self.device, self.pool)
 
+    def retake(self) -> None:
+        """Begin in the place of the way that torch has made, for a pool that it holds."""
+        _c("_cuda_endAllocateToPool")(self.device, self.pool)
+        self.begin()
+        _c("_cuda_releasePool")(self.device, self.pool)
+
 
 _routes: list[_Route] = []
 
@@ -121,6 +129,18 @@ def route_to_pool(device: int, pool: Handle, *, all_streams: bool = False, all_t
     finally:
         _routes.remove(route)
         route.end()
+
+
+def route_by_stream(device: int, pool: Handle) -> None:
+    """What a capture allocates comes from `pool` because it is on the current stream, and not because it is captured. torch
+    ends that at the end of the capture."""
+    _Route(device, pool, raw_stream(device), False, False).retake()
+
+
+def counts_by_capture() -> bool:
+    """Whether torch counts random numbers for each of the driver's captures by itself, of which a body has its own. (It came
+    after torch's own bodies.)"""
+    return hasattr(torch._C._CUDAGraph, "get_currently_capturing_graph")
 
 
 def measure_outside_of_pools() -> None:

@@ -150,9 +150,13 @@ class Known:
         beginning."""
         return [g for g, own in self._states if CudaState.of(own.get_state()).offset]
 
+    def state_of(self, g: torch.Generator) -> torch.Generator:
+        """The state that this one of them had, as a generator that has it for ever."""
+        return next(own for known, own in self._states if known is g)
+
     def is_own(self, g: torch.Generator) -> bool:
         """Whether this one of them has its state, in the middle of a capture."""
-        own = next(own for known, own in self._states if known is g)
+        own = self.state_of(g)
         state = own.get_state()
         stands = CudaState.of(state)
         if CudaState.of(g.get_state()).offset != stands.offset:

@@ -75,7 +75,7 @@ class Capture:
         self.watch.follow(plan.dials)
         self._graphs = Graphs(stream.stream, memory.handle, generators.known, states, plan.dials)
         self.watch.next_segment, self.watch.streams = self._graphs.next, self._graphs.others
-        self.watch.captured = self._graphs.nodes
+        self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies
         self.watch.known_states, self.watch.room = states, room
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
@@ -125,6 +125,9 @@ class Capture:
 
     def _program(self, footprint: Spans) -> Program:
         watch, graphs, states = self.watch, self._graphs, self._states
+        if (watch.has_backward or self._plan.rewind is not None) and any(s.bodies.offset for s in graphs.segments):
+            raise Refusal("draws random numbers in a branch or loop by what a tensor holds, and has a backward outside",
+                          "record the whole step")  # fmt: skip
         kind = CommunicatingProgram if watch.communicated else GraphProgram
         kept = (self._memory.anchor, self._room if self._room else None, watch.workplaces)
         programs = [

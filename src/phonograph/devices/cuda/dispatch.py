@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -54,6 +55,7 @@ from ...state.rng import Rewind
 from ...values.wording import operator, source_of
 from . import driver
 from . import rnn_dropout as cuda_dropout
+from .bodies import Bodies
 from .host_constants import Room, given, moves
 from .random_states import DrawsWatch
 from .value_checks import Answers
@@ -102,6 +104,7 @@ class CudaWatch(DrawsWatch):
         self._hosts: list[torch.Tensor] = []  # those that the operator is given which is about to run
         self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
         self.next_segment: Callable[[], None] = _nothing
+        self.bodies_here: Callable[[], Bodies] | None = None  # of the graph that is captured
         self.captured: Callable[[], int] = int
         self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[TensorAddress], list[TensorAddress]]] = []
@@ -269,12 +272,40 @@ class CudaWatch(DrawsWatch):
     def _look_at_stream(self) -> None:
         """What is launched now goes to the current stream, which may be another than that of the capture."""
         stream = raw_stream(self.device.index)
+        if stream != self._stream and self._conditionals.graphs:
+            raise self.located(Refusal("works on another stream than that of the call, in or after a branch or loop by what a "
+                                       "tensor holds", "do it before"))  # fmt: skip
         if stream == self._stream or stream in self.streams:
             return
         if not driver.is_capturing(stream):
             raise self.located(Refusal("works on a stream that does not wait for that of the call",
                                        "stream.wait_stream(torch.cuda.current_stream())"))  # fmt: skip
         self.streams[stream] = torch.cuda.current_stream(self.device)
+
+    # -- branches and loops
+
+    @property
+    def _conditionals(self) -> Bodies:
+        assert self.bodies_here is not None
+        return self.bodies_here()
+
+    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
+        with self._refusing():
+            self._conditionals.choose(index, bodies)
+
+    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
+        with self._refusing():
+            self._conditionals.repeat(condition, body)
+
+    def uneven(self) -> bool:
+        return bool(self._conditionals.offset)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            raise self.located(refusal) from None
 
     def frames(self) -> Starts:
         path, called = torch_dynamo.COMPILED_GRAPH
@@ -344,6 +375,9 @@ class CudaWatch(DrawsWatch):
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         assert self.answers is not None
+        if self.bodies:  # it has no answer where the body is not taken
+            raise self.located(Refusal("checks values in the body of a branch or loop", "check them before, or pass "
+                                       "validate_args=False to distributions"))  # fmt: skip
         self._look_at_stream()
         self.answers.add(check, answer)
         return super().checks(check, answer)

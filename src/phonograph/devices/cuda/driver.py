@@ -17,9 +17,9 @@ from functools import cache, partial
 
 from ..._torch.dynamic import Private
 
-__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context",
-           "counting", "disable", "is_capturing", "kernel_name", "kind", "launcher", "new_stream", "nodes", "set_context",
-           "unsafe_calls", "waits_for"]  # fmt: skip
+__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "checked", "context",
+           "counting", "disable", "function", "is_capturing", "kernel_name", "kind", "launcher", "library", "new_stream",
+           "nodes", "parameters", "set_context", "unsafe_calls", "waits_for"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
@@ -34,13 +34,13 @@ class DriverError(RuntimeError):
 
 
 @cache
-def _library() -> Private:
+def library() -> Private:
     return ctypes.CDLL("libcuda.so.1")
 
 
 @cache
-def _function(name: str, *types: Private) -> Private:
-    f = getattr(_library(), name)
+def function(name: str, *types: Private) -> Private:
+    f = getattr(library(), name)
     f.argtypes = types
     f.restype = ctypes.c_int
     return f
@@ -48,7 +48,7 @@ def _function(name: str, *types: Private) -> Private:
 
 def _bound(name: str, *arguments: object) -> Callable[[], int]:
     """A call of a driver function with these arguments, which are ctypes objects and need no conversion: half the cost."""
-    f = _library()[name]
+    f = library()[name]
     f.restype = ctypes.c_int
     return partial(f, *arguments)
 
@@ -62,7 +62,7 @@ def new_stream() -> int:
     """A stream of the current context that nobody else has (torch gives out 32 of its own, in turn), and that does not wait for
     the legacy default stream. It is there for as long as the process."""
     stream = ctypes.c_void_p()
-    _checked(_function("cuStreamCreate", ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(stream), _NON_BLOCKING), "cuStreamCreate")
+    checked(function("cuStreamCreate", ctypes.c_void_p, ctypes.c_uint)(ctypes.byref(stream), _NON_BLOCKING), "cuStreamCreate")
     assert stream.value is not None
     return stream.value
 
@@ -70,32 +70,35 @@ def new_stream() -> int:
 def is_capturing(stream: int) -> bool:
     """Whether what is launched on the stream is captured."""
     status = ctypes.c_int(0)
-    code = _function("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(status))
-    _checked(code, "cuStreamIsCapturing")
+    code = function("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(status))
+    checked(code, "cuStreamIsCapturing")
     return status.value == _ACTIVE
 
 
-def capture_nothing(stream: int) -> None:
-    """Replace the capture on a stream by an empty one.
+def capture_nothing(stream: int, outer: int = 0) -> None:
+    """Replace the capture on a stream by an empty one. It may be that of a body of a graph, the `outer` one.
 
     A capture that an unsafe call has invalidated, or that leaves work on another stream which nothing waits for, cannot be
     ended: `cudaStreamEndCapture` fails, torch's `capture_end` throws before it has ended its own bookkeeping, and the allocator
     and the random generators stay in capture mode (torch 2.11: the next `dropout` raises "Offset increment outside graph
     capture", and nothing can be allocated in the pool again). So the driver's capture is ended here, whatever it says to that,
     and a new one begun in its place, which torch can then end in good order.
+
+    A graph goes with its bodies. Where the capture of one was invalidated, the driver has destroyed that, and destroying the
+    whole would crash (driver 580): its memory on the host is lost.
     """
     graph = ctypes.c_void_p()
-    _function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(graph))
+    function("cuStreamEndCapture", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.byref(graph))
     if graph.value:
-        _function("cuGraphDestroy", ctypes.c_void_p)(graph)
-    code = _function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, _THREAD_LOCAL)
-    _checked(code, "cuStreamBeginCapture")
+        function("cuGraphDestroy", ctypes.c_void_p)(outer or graph)
+    code = function("cuStreamBeginCapture_v2", ctypes.c_void_p, ctypes.c_int)(stream, _THREAD_LOCAL)
+    checked(code, "cuStreamBeginCapture")
 
 
 @contextmanager
 def unsafe_calls() -> Iterator[None]:
     """What this thread calls inside the block does not invalidate a capture that is under way, its own or another's."""
-    exchange, mode = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
+    exchange, mode = function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
     try:
         yield
@@ -109,8 +112,8 @@ class Event:
     def __init__(self) -> None:
         self._event = ctypes.c_void_p()
         self._context = context()
-        create = _function("cuEventCreate", ctypes.c_void_p, ctypes.c_uint)
-        _checked(create(ctypes.byref(self._event), _NO_TIMING), "cuEventCreate")
+        create = function("cuEventCreate", ctypes.c_void_p, ctypes.c_uint)
+        checked(create(ctypes.byref(self._event), _NO_TIMING), "cuEventCreate")
         self._stream = -1
         self._record: Callable[[], int] = int
 
@@ -125,7 +128,7 @@ class Event:
         if context() is None:
             set_context(self._context)
         with unsafe_calls():
-            return bool(_function("cuEventQuery", ctypes.c_void_p)(self._event) != _NOT_READY)
+            return bool(function("cuEventQuery", ctypes.c_void_p)(self._event) != _NOT_READY)
 
 
 class _KernelParams(ctypes.Structure):
@@ -140,7 +143,7 @@ class _KernelParams(ctypes.Structure):
 
 def nodes(graph: int | None) -> list[int]:
     """The nodes of a graph."""
-    get = _function("cuGraphGetNodes", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    get = function("cuGraphGetNodes", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     count = ctypes.c_size_t(0)
     get(graph, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
@@ -153,29 +156,29 @@ _KERNEL, _MEMCPY = 0, 1  # CUgraphNodeType
 
 def kind(node: int) -> int:
     kind = ctypes.c_int(-1)
-    _function("cuGraphNodeGetType", ctypes.c_void_p, ctypes.c_void_p)(node, ctypes.byref(kind))
+    function("cuGraphNodeGetType", ctypes.c_void_p, ctypes.c_void_p)(node, ctypes.byref(kind))
     return kind.value
 
 
 def context() -> int | None:
     """The thread's current context; a thread that has not used CUDA yet has none."""
     found = ctypes.c_void_p()
-    _function("cuCtxGetCurrent", ctypes.c_void_p)(ctypes.byref(found))
+    function("cuCtxGetCurrent", ctypes.c_void_p)(ctypes.byref(found))
     return found.value
 
 
 def set_context(to: int | None) -> None:
     """Give the thread a context: torch does so at its first use of CUDA, and a direct launch may come before that."""
-    code = _function("cuCtxSetCurrent", ctypes.c_void_p)(to)
-    _checked(code, "cuCtxSetCurrent")
+    code = function("cuCtxSetCurrent", ctypes.c_void_p)(to)
+    checked(code, "cuCtxSetCurrent")
 
 
 def _captured_graph(stream: int) -> int | None:
     """The graph that the capture on a stream makes."""
     status, graph = ctypes.c_int(0), ctypes.c_void_p()
-    info = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
+    info = function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
     code = info(stream, ctypes.byref(status), None, ctypes.byref(graph), None, None)
-    _checked(code, "cuStreamGetCaptureInfo")
+    checked(code, "cuStreamGetCaptureInfo")
     return graph.value
 
 
@@ -204,11 +207,11 @@ def _sizes(params: _KernelParams) -> tuple[int, ...]:
 
 
 @cache  # a function's handle stays for as long as its module is loaded, and torch unloads none
-def _sizes_of(name: str, function: int) -> tuple[int, ...]:
-    info = _function(name, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+def _sizes_of(name: str, of: int) -> tuple[int, ...]:
+    info = function(name, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while info(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    while info(of, len(sizes), ctypes.byref(offset), ctypes.byref(size)) == 0:
         sizes.append(size.value)
     return tuple(sizes)
 
@@ -232,8 +235,8 @@ class _Memcpy:
     def __init__(self, node: int) -> None:
         self._params = _Memcpy3D()
         self._node = node
-        get = _function("cuGraphMemcpyNodeGetParams", ctypes.c_void_p, ctypes.c_void_p)
-        _checked(get(node, ctypes.byref(self._params)), "cuGraphMemcpyNodeGetParams")
+        get = function("cuGraphMemcpyNodeGetParams", ctypes.c_void_p, ctypes.c_void_p)
+        checked(get(node, ctypes.byref(self._params)), "cuGraphMemcpyNodeGetParams")
 
     def words(self) -> list[Private]:
         """Both addresses."""
@@ -250,7 +253,7 @@ class _Kernel:
 
     def __init__(self, node: int) -> None:
         params = _KernelParams()
-        get = _function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
+        get = function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
         readable = get(node, ctypes.byref(params)) == 0 and bool(params.params)
         sizes = _sizes(params) if readable else ()
         self.buffers = [ctypes.create_string_buffer(ctypes.string_at(params.params[i], n), n) for i, n in enumerate(sizes)]
@@ -275,26 +278,26 @@ class _Kernel:
 def kernel_name(node: int) -> bytes:
     """The name of a kernel node's function, as its compiler has made it; b"" where the driver does not say."""
     params, name = _KernelParams(), ctypes.c_char_p()
-    if _function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)(node, ctypes.byref(params)):
+    if function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)(node, ctypes.byref(params)):
         return b""
     asks, what = ("cuFuncGetName", params.func) if params.func else ("cuKernelGetName", params.kern)
-    known = hasattr(_library(), asks) and _function(asks, ctypes.c_void_p, ctypes.c_void_p)(ctypes.byref(name), what) == 0
+    known = hasattr(library(), asks) and function(asks, ctypes.c_void_p, ctypes.c_void_p)(ctypes.byref(name), what) == 0
     return (name.value or b"") if known else b""
 
 
 def waits_for(node: int) -> list[int]:
     """The nodes that come before one; [0] where the driver does not say."""
     asks = "cuGraphNodeGetDependencies_v2"
-    if not hasattr(_library(), asks):
+    if not hasattr(library(), asks):
         return [0]
-    ask, count = _function(asks, *[ctypes.c_void_p] * 4), ctypes.c_size_t(0)
+    ask, count = function(asks, *[ctypes.c_void_p] * 4), ctypes.c_size_t(0)
     if ask(node, None, None, ctypes.byref(count)):
         return [0]
     found, edges = (ctypes.c_void_p * count.value)(), (ctypes.c_uint64 * count.value)()  # CUgraphEdgeData has 8 bytes
     return [n or 0 for n in found] if not count.value or ask(node, found, edges, ctypes.byref(count)) == 0 else [0]
 
 
-def _checked(code: int, function: str) -> None:
+def checked(code: int, function: str) -> None:
     if code:
         raise DriverError(f"{function} failed with CUresult {code}")
 
@@ -335,14 +338,22 @@ def _packed(kind: str, x: float) -> bytes:
         return struct.pack(kind, math.copysign(math.inf, x))
 
 
-def holds(graph: int, numbers: Iterable[float]) -> bool:
-    """Whether the parameters of some kernel have one of these numbers, as it is."""
+def _kernels(graphs: Iterable[int]) -> Iterator[_Kernel]:
+    return (_Kernel(node) for graph in graphs for node in nodes(graph) if kind(node) == _KERNEL)
+
+
+def parameters(graphs: Iterable[int]) -> Iterator[list[int]]:
+    """The parameters of each kernel of these graphs, as words of 8 bytes."""
+    return ([word.value for word in kernel.words()] for kernel in _kernels(graphs))
+
+
+def holds(graphs: Iterable[int], numbers: Iterable[float]) -> bool:
+    """Whether the parameters of some kernel of these graphs have one of these numbers, as it is."""
     patterns = {struct.pack(kind, n) for n in numbers for kind in "fd"}
     if not patterns:
         return False
     anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
-    kernels = (_Kernel(node) for node in nodes(graph) if kind(node) == _KERNEL)
-    return any(m.start() % 4 == 0 for kernel in kernels for b in kernel.buffers for m in anywhere.finditer(b.raw))
+    return any(m.start() % 4 == 0 for kernel in _kernels(graphs) for b in kernel.buffers for m in anywhere.finditer(b.raw))
 
 
 class KernelNumbers:
@@ -388,7 +399,7 @@ class KernelNumbers:
                 data = _packed(f, form(numbers[n])) * times
                 memory[at : at + len(data)] = data
             if code := put():
-                _checked(code, "cuGraphExecKernelNodeSetParams")
+                checked(code, "cuGraphExecKernelNodeSetParams")
 
 
 _COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {_KERNEL: _Kernel, _MEMCPY: _Memcpy}
@@ -425,12 +436,12 @@ class Pointers:
                     cell.value, moved = at, True
             code = put() if moved else 0
             if code:
-                _checked(code, "setting the addresses of a graph's copies")
+                checked(code, "setting the addresses of a graph's copies")
         self._last = addresses
 
 
 def disable(graph_exec: int, nodes: Set[int]) -> None:
     """Let nodes of an instantiated graph do nothing."""
     for node in nodes:
-        code = _function("cuGraphNodeSetEnabled", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)(graph_exec, node, 0)
-        _checked(code, "cuGraphNodeSetEnabled")
+        code = function("cuGraphNodeSetEnabled", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)(graph_exec, node, 0)
+        checked(code, "cuGraphNodeSetEnabled")

@@ -1,4 +1,7 @@
-"""What the nodes of a graph do, as a profiler shows it: kernels by the names of their functions, copies and fills."""
+"""What the nodes of a graph do, as a profiler shows it: kernels by the names of their functions, copies and fills.
+
+What a profiler shows of a graph with branches or loops differs from launch to launch. Nothing of it is named.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ _OTHERS = {1: "Memcpy", 2: "Memset"}  # by CUgraphNodeType; what else there is d
 _LONG = 1024  # bytes of a name that torch's profiler leaves as its compiler has made it
 
 
-def work_of(graph: int) -> Work:
+def work_of(graph: int, branches: bool = False) -> Work:
     nodes = driver.nodes(graph)
+    if branches:
+        return Work([""] * len(nodes), False)
     names = [_OTHERS.get(kind, "") if (kind := driver.kind(node)) else _demangled(driver.kernel_name(node)) for node in nodes]
     in_a_row = all(driver.waits_for(node) == nodes[max(0, i - 1) : i] for i, node in enumerate(nodes))
     return Work(names, in_a_row)

@@ -24,6 +24,7 @@ from ..._torch.cuda import OnStream
 from ...guards.hyperparameters import Dials
 from ...state.rng import Known
 from . import driver
+from .bodies import Bodies, Place
 from .edges import Edges
 from .value_checks import Answers
 
@@ -47,8 +48,9 @@ class Segment:
     """One graph, as it is captured: with its copies at the edges, the nodes of optimizers' steps, and the generators whose
     states it has `drawn` from."""
 
-    def __init__(self, graph: Graph, stream: int) -> None:
+    def __init__(self, graph: Graph, stream: int, bodies: Bodies) -> None:
         self.graph = graph
+        self.bodies = bodies
         self.edges = Edges(stream, [], [])
         self.nodes = driver.counting(stream)
         self.steps: set[int] = set()
@@ -70,6 +72,7 @@ class Graphs:
         self._handle = handle
         self._generators = generators
         self._states = states
+        self._place = Place(states.generators[0])
         self._dials = dials
         self._open = False
         self.answers: Answers | None = None  # of the checks that the call makes
@@ -80,7 +83,8 @@ class Graphs:
             graph.register_generator_state(g)
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
         self._open = True
-        self.segments.append(Segment(graph, self._stream))
+        bodies = Bodies(self._on, self._handle, self._place, self.join)
+        self.segments.append(Segment(graph, self._stream, bodies))
         if self._dials is not None:
             self._dials.stepping = _collecting(self._stream, self.segments[-1].steps)
 
@@ -91,6 +95,10 @@ class Graphs:
     def nodes(self) -> int:
         """How many nodes the one has so far that is captured."""
         return self.segments[-1].nodes()
+
+    def bodies(self) -> Bodies:
+        """Those of the one that is captured."""
+        return self.segments[-1].bodies
 
     def join(self) -> None:
         """Wait for what was captured on other streams. To be called before the end."""
@@ -104,6 +112,8 @@ class Graphs:
                 self.answers.keep()
 
     def end(self) -> None:
+        if (failed := self.bodies().failed) is not None:
+            raise failed
         self.segments[-1].drawn, self.segments[-1].lent = self._states.drawn(), self._states.lone
         self._end()
 
@@ -122,7 +132,7 @@ class Graphs:
 
     def give_up(self) -> None:
         if self._open:
-            driver.capture_nothing(self._stream)
+            driver.capture_nothing(self._stream, self.bodies().outer)
             with OnStream(self._on):  # the call may have left another one current
                 self._end()
         for segment in self.segments:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..._torch.cuda import current_device, raw_stream
-from ..._torch.tensors import address, copy_all, maker
+from ..._torch.tensors import address, copy_all, maker, storage_at
 from ...capture.recording import Tensors, Work
 from ...distributed.watchdog import Watched, launches, unwatch, watch
 from ...memory.pool import Fill
@@ -66,6 +66,11 @@ class GraphProgram:
         self._own_rewind = rewind
         self.own_generators: Sequence[torch.Generator] = [g for own in watch.own for g in own.forward]
         self._surplus = surplus
+        self._bodies = tuple(segment.bodies.graphs)
+        self._moved: torch.Tensor | None = None  # where the generator stands, if that depends on what tensors hold
+        if segment.bodies.offset:
+            self._moved = torch.empty(0, dtype=torch.int64, device=f"cuda:{device}")
+            self._moved.set_(storage_at(segment.bodies.offset, 8, self._moved.device))
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []
         self._fill = Fill(edges.slots)
@@ -153,7 +158,7 @@ class GraphProgram:
             self._rewind.begin()
         others = self._states.lend()
         try:
-            self._graph.replay()
+            self._replay(self._graph)
         finally:
             self._states.take_back(others)
         if generator is None:
@@ -163,6 +168,15 @@ class GraphProgram:
         elif self._surplus:
             put_offset(generator, generator.get_offset() - self._surplus)
         reset(generator)
+
+    def _replay(self, graph: Graph) -> None:
+        if self._moved is None:
+            graph.replay()
+            return
+        own = self._states.state_of(torch.cuda.default_generators[self._device])
+        begun = own.get_offset()
+        graph.replay()
+        own.set_offset(own.get_offset() + int(self._moved.item()) - begun)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if not numbers:
@@ -175,10 +189,10 @@ class GraphProgram:
 
     def holds(self, numbers: Set[float]) -> bool:
         assert self._graph is not None
-        return driver.holds(self._graph.raw_cuda_graph(), numbers)
+        return driver.holds([self._graph.raw_cuda_graph(), *self._bodies], numbers)
 
     def work(self) -> list[Work]:
-        return [work_of(self._graph.raw_cuda_graph())] if self._graph is not None else []
+        return [work_of(self._graph.raw_cuda_graph(), branches=bool(self._bodies))] if self._graph is not None else []
 
     def close(self) -> None:
         if self._graph is not None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..._torch.cuda import counts_by_capture
 from ..._torch.dynamic import Args, Kwargs
 from ..._torch.operators import HigherOrderOperator
 from ...aten.operators import Meaning, tensors_in
@@ -60,11 +61,28 @@ class DrawsWatch(OperatorWatch):
         """
         if _on_host(args, kwargs):
             raise self.located(Refusal(f"{source_of(m.name)} draws random numbers on the CPU", "pass device= or draw outside"))
+        if self.bodies:
+            self._draws_in_body(m, kwargs.get("generator"))
         if self._rewind is not None and not self._lending:
             self._draws.add(self._rewound)
             if len(self._draws) > 1:
                 raise self.located(Refusal("draws random numbers of its own in its backward, besides those that it recomputes",
                                            "draw them in the forward"))  # fmt: skip
+
+    def _draws_in_body(self, m: Meaning, generator: object) -> None:
+        """Refuse draws in the body of a branch or loop, but from the default generator as it stands."""
+        default = torch.cuda.default_generators[self.device.index]
+        said = f"{source_of(m.name)} draws random numbers in the body of a branch or loop"
+        if generator not in (None, default) or self._lending:
+            raise self.located(Refusal(f"{said} from another generator than the default one", "draw them outside of that"))
+        if counts_by_capture() or self._rewind is not None or self.states.held():
+            why = "with this release of torch" if counts_by_capture() else "where states of the generator are kept"
+            raise self.located(Refusal(f"{said} {why}", "draw them outside of that"))
+        self._has_its_own("draws from", self.device)
+
+    def uneven(self) -> bool:
+        """Whether how much was drawn so far depends on what tensors hold."""
+        return False
 
     def may_cut(self, part: Break) -> None:
         """Refuse the end of a graph before a part that runs live, in the middle of what is drawn."""
@@ -82,7 +100,14 @@ class DrawsWatch(OperatorWatch):
             raise Refusal(f"{does} the state of a random generator where that is another's (graphsafe_set_state)",
                           "do it before, or exchange whole states: graphsafe_get_state")  # fmt: skip
 
+    def _count_known(self, does: str) -> None:
+        """Refuse a place in the count where that is not what was counted."""
+        if self.bodies or self.uneven():
+            where = "in the body of a branch or loop" if self.bodies else "after a branch or loop that draws random numbers"
+            raise Refusal(f"{does} the state of a random generator {where}", "do it before")
+
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+        self._count_known("reads")
         self._has_its_own("reads", of)
         self.states.read(state, self._rewound)
         self.forks(state)
@@ -90,6 +115,7 @@ class DrawsWatch(OperatorWatch):
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         if of.type == "cuda" and of.index != self.device.index:
             raise Refusal(f"sets the state of the generator of {of}", "do that outside the recorded function")
+        self._count_known("sets")
         self._has_its_own("sets", of)
         rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
         if of.type == "cuda":
