@@ -211,8 +211,10 @@ class ControlFlow(CallMemory, Refusals):
     def _made_in_body(self, body: Callable[[], Sequence[torch.Tensor]], said: str) -> Sequence[torch.Tensor]:
         """The results of a body, each of which has memory of its own."""
         made = self._made
-        found = body()
-        for t in found:
+        found = [*body()]
+        for i, t in enumerate(found):
+            if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
+                found[i] = t = self.copied(t)
             birth = self._births.get(storage_id(t)) if has_memory(t) else None
             if birth is None or birth.number < made:
                 raise self.located(Refusal(f"returns from {said} a tensor that was there before it",

@@ -63,6 +63,9 @@ class Program(Protocol):
     """What is not as it must be for it to run now, by name: random generators have one state that had two when it was made, or
     the other way round, say. None if that cannot be."""
 
+    waits: str
+    """Why each run waits for the device; empty if it does not."""
+
     own_generators: Sequence[torch.Generator]
     """Those of compiled code's own from which it draws, and a live call as well."""
     outs: tuple[torch.Tensor, ...]
@@ -281,6 +284,7 @@ class Recording:
             f"  slots: {slots}\n  outputs: {outs}\n"
             + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
             + "".join(f"  sets {path}\n" for path in [*self.left.paths, *(one.path for one in self.settings)])
+            + (f"  each replay waits for the device: {self.program.waits}\n" if self.program.waits else "")
             + f"  footprint: {self.footprint.nbytes / (1 << 20):.3g} MiB; relies on {len(self.reliances)} places outside"
         )
 

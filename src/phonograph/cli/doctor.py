@@ -18,6 +18,7 @@ import torch
 import phonograph as pg
 from phonograph.cli import machine, tested
 from phonograph.cli.console import table
+from phonograph.devices.cuda import conditional
 from phonograph.distributed import nccl
 from phonograph.options import switched_off
 
@@ -120,6 +121,7 @@ def _cuda() -> Iterator[Finding]:
         yield Finding("GPU", "problem", "not usable", "a driver is here, but torch finds no device it can use")
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
+        yield branches(index)
     yield _bindings()
 
 
@@ -133,6 +135,16 @@ def _gpu(index: int) -> Finding:
     properties = torch.cuda.get_device_properties(index)
     memory = f"{properties.total_memory / 2**30:.0f} GiB"
     return Finding(f"GPU {index}", "ok", f"{properties.name}, sm_{properties.major}{properties.minor}, {memory}")
+
+
+def branches(index: int) -> Finding:
+    """Whether branches and loops by what a tensor holds can be recorded on this GPU."""
+    what, known = f"pg.cond, pg.while_loop on GPU {index}", conditional.kinds(index)
+    if conditional.WHILE not in known:
+        return Finding(what, "note", "run live", "the driver has no conditional nodes: install one of CUDA 12.4 or newer")
+    if conditional.SWITCH not in known:
+        return Finding(what, "ok", "recorded", "one node for each branch: a driver of CUDA 12.8 or newer needs one for all")
+    return Finding(what, "ok", "recorded")
 
 
 def _bindings() -> Finding:

@@ -53,6 +53,7 @@ class TapeProgram:
         self.footprint = footprint
         self.operators = len(steps)
         self.amiss: Callable[[], str | None] | None = None
+        self.waits = ""
         self.own_generators: Sequence[torch.Generator] = ()
         self.owned = Spans()
         self.outs: tuple[torch.Tensor, ...] = ()

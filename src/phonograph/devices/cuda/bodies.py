@@ -18,7 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..._torch.cuda import counts_by_capture, raw_stream, route_by_stream
+from ..._torch.cuda import OnStream, counts_by_capture, raw_stream, route_by_stream
+from ..._torch.tensors import storage_at
 from ...errors import Refusal
 from ...state.rng import CudaState
 from . import conditional, driver
@@ -27,6 +28,7 @@ from .conditional import IF, SWITCH, WHILE
 __all__ = ["Bodies", "Place"]
 
 _STEP = 4  # a generator's place in the count is a multiple of it
+_WORD = (1 << 64) - 1
 _ALIGNED = 512  # as is the address of what the allocator gives
 
 
@@ -36,6 +38,7 @@ class Place:
     def __init__(self, generator: torch.Generator) -> None:
         """To be made before the capture."""
         self._own = generator.graphsafe_get_state()
+        self.seed = generator.initial_seed()
 
     def get(self) -> int:
         """Always 0 where torch counts for each body by itself: there, none may draw."""
@@ -48,12 +51,19 @@ class Place:
             self._own.set_state(state)
 
 
+def number_at(address: int, device: int) -> torch.Tensor:
+    """The int64 there."""
+    with torch.inference_mode(False):
+        found = torch.empty(0, dtype=torch.int64, device=f"cuda:{device}")
+        return found.set_(storage_at(address, found.itemsize, found.device))
+
+
 class Bodies:
     """Those of one graph, while it is captured."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: tuple[int, int], place: Place, join: Callable[[], None]) -> None:
         """`join` lets the stream wait for all others on which something was captured."""
-        self._device, self._stream, self._pool = stream.device_index, stream.cuda_stream, pool
+        self._on, self._device, self._stream, self._pool = stream, stream.device_index, stream.cuda_stream, pool
         self._place, self._join = place, join
         self._thread = threading.get_ident()
         self.graphs: list[int] = []
@@ -62,8 +72,11 @@ class Bodies:
         """The graph of the call, as long as a body of it is captured; otherwise 0."""
         self.failed: Exception | None = None
         """What has ended the capture of a body: then the capture is one of something else."""
-        self.offset = 0
-        """Address of where the generator stands, if kernels add to that; otherwise 0."""
+        self.seed = self.offset = 0
+        """Addresses of the generator's seed and of where it stands, if kernels add to that; otherwise 0."""
+        self.unsaid = Refusal("draws random numbers in the body of a branch or loop by a kernel that does not say how",
+                              "draw them outside of that")  # fmt: skip
+        """That it is not known where these are."""
 
     def choose(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
         """Capture a branch: a launch runs the body whose number is in `index`, a bool or an int32."""
@@ -138,6 +151,14 @@ class Bodies:
 
     # -- random numbers
 
+    def confirm(self) -> None:
+        """After the capture: refuse it if what was taken for the address of the seed is not."""
+        if self.seed:
+            with OnStream(self._on):
+                found = int(number_at(self.seed, self._device).item())
+            if (found ^ self._place.seed) & _WORD:
+                raise self.unsaid
+
     def _begun(self, begins: int, drawn: int) -> None:
         """Let a graph be one that draws, if only its bodies do: torch tells no other where the generator stands."""
         if drawn and not self._place.get():
@@ -147,19 +168,18 @@ class Bodies:
     def _move(self, by: int, begins: int, drawn: int) -> None:
         """Capture that the generator moves on. Bodies have drawn so much from where it stood."""
         if by:
-            self.offset = self.offset or self._found({*range(begins, begins + drawn, _STEP)})
+            if not self.offset:
+                self.seed, self.offset = self._found({*range(begins, begins + drawn, _STEP)})
             conditional.add(self._stream, self.offset, by)
 
-    def _found(self, places: set[int]) -> int:
-        """The address of where the generator stands, which kernels are given that draw at these places in the count: addresses
-        of the seed and of that, the place, and whether it is one in a capture (PhiloxCudaState)."""
+    def _found(self, places: set[int]) -> tuple[int, int]:
+        """The addresses of the generator's seed and of where it stands. Kernels are given both that draw at these places in the
+        count, then the place, and whether it is one in a capture (PhiloxCudaState)."""
         found = set[tuple[int, int]]()
         for words in driver.parameters(self.graphs):
             for seed, offset, place, captured in zip(words, words[1:], words[2:], words[3:], strict=False):
                 if place in places and captured & 0xFF == 1 and seed and offset and not (seed | offset) % _ALIGNED:
                     found.add((seed, offset))
         if len(found) != 1:
-            raise Refusal("draws random numbers in the body of a branch or loop by a kernel that does not say how",
-                          "draw them outside of that")  # fmt: skip
-        ((_, offset),) = found
-        return offset
+            raise self.unsaid
+        return found.pop()

@@ -125,6 +125,8 @@ class Capture:
 
     def _program(self, footprint: Spans) -> Program:
         watch, graphs, states = self.watch, self._graphs, self._states
+        for segment in graphs.segments:
+            segment.bodies.confirm()
         if (watch.has_backward or self._plan.rewind is not None) and any(s.bodies.offset for s in graphs.segments):
             raise Refusal("draws random numbers in a branch or loop by what a tensor holds, and has a backward outside",
                           "record the whole step")  # fmt: skip

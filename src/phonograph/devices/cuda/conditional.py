@@ -215,6 +215,7 @@ def _end(stream: int) -> None:
 def kinds(device: int) -> frozenset[int]:
     """The kinds of nodes that there are on a device: none before CUDA 12.4, `SWITCH` since 12.8."""
     with torch.cuda.device(device), driver.unsafe_calls():
+        torch.cuda.mem_get_info()  # from where on this thread has a context
         return frozenset(kind for kind in (IF, WHILE, SWITCH) if _works(kind))
 
 

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from ..._torch.cuda import current_device, raw_stream
-from ..._torch.tensors import address, copy_all, maker, storage_at
+from ..._torch.tensors import address, copy_all, maker
 from ...capture.recording import Tensors, Work
 from ...distributed.watchdog import Watched, launches, unwatch, watch
 from ...memory.pool import Fill
 from ...memory.spans import Spans
 from ...state.rng import Known, Rewind, put, put_offset, reset
 from . import driver
+from .bodies import number_at
 from .dispatch import CudaWatch
 from .graph_work import work_of
 from .graphs import Graph, Segment
@@ -67,10 +68,11 @@ class GraphProgram:
         self.own_generators: Sequence[torch.Generator] = [g for own in watch.own for g in own.forward]
         self._surplus = surplus
         self._bodies = tuple(segment.bodies.graphs)
-        self._moved: torch.Tensor | None = None  # where the generator stands, if that depends on what tensors hold
+        self._stands: torch.Tensor | None = None  # where the generator does, if kernels move it on
+        self.waits = ""
         if segment.bodies.offset:
-            self._moved = torch.empty(0, dtype=torch.int64, device=f"cuda:{device}")
-            self._moved.set_(storage_at(segment.bodies.offset, 8, self._moved.device))
+            self.waits = "how much it draws (random numbers) depends on what tensors hold"
+            self._stands = number_at(segment.bodies.offset, device)
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []
         self._fill = Fill(edges.slots)
@@ -170,13 +172,13 @@ class GraphProgram:
         reset(generator)
 
     def _replay(self, graph: Graph) -> None:
-        if self._moved is None:
+        if self._stands is None:
             graph.replay()
             return
         own = self._states.state_of(torch.cuda.default_generators[self._device])
         begun = own.get_offset()
         graph.replay()
-        own.set_offset(own.get_offset() + int(self._moved.item()) - begun)
+        own.set_offset(own.get_offset() + int(self._stands.item()) - begun)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if not numbers:
