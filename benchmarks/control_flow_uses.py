@@ -1,6 +1,6 @@
 """Control flow on the device where people need it: texts until their end, several updates in a call, skipped steps.
 
-    python benchmarks/control_flow_uses.py [--only llama toy ppo scaler]
+    python benchmarks/control_flow_uses.py [--only llama toy ppo epoch scaler]
 
 A call of the first two writes 128 tokens, and would end where the end token comes, which does not come. Step by step the host
 looks at each token for that; in one launch (`pg.while_loop`) the device does. Each eighth batch of the scaler has infinite
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +26,7 @@ import harness
 import phonograph as pg
 from harness import COMPILED
 from ppo_update import minibatches, updater
-from workloads import llama_decoding, llama_model
+from workloads import llama_decoding, llama_model, plain
 
 CLAIM = "control_flow_uses"
 TOKENS, END, UPDATES, PROMPT = 128, -1, 8, 16
@@ -36,10 +37,11 @@ TARGET = (
     f"a call {LIMITS['ppo']} x as fast as eight calls; a scaler's steps without host syncs, equal to live"
 )
 
+Wrap = Callable[[Any], Any]
 Text = Callable[[], Tensor]
 Step = Callable[[Tensor], Tensor]
 RECORD = partial(pg.record, keep="always")  # what is timed is what was recorded
-Decoder = Callable[[Callable[[Any], Any]], tuple[Step, Tensor, Callable[[], object]]]
+Decoder = Callable[[Wrap], tuple[Step, Tensor, Callable[[], object]]]
 
 
 # ---- texts
@@ -82,11 +84,11 @@ def in_one(step: Step, first: Tensor, restart: Callable[[], object], record: Cal
 def texts(
     decoding: Callable[[Callable[[Any], Any]], tuple[Step, Tensor, Callable[[], object]]],
 ) -> dict[str, Callable[[], Text]]:
-    def stepwise(wrap: Callable[[Any], Any] = lambda f: f, record: Callable[..., Any] = RECORD) -> Text:
+    def stepwise(wrap: Wrap = plain, record: Callable[..., Any] = RECORD) -> Text:
         step, first, restart = decoding(wrap)
         return step_by_step(record(step), first, restart)
 
-    def whole(wrap: Callable[[Any], Any] = lambda f: f) -> Text:
+    def whole(wrap: Wrap = plain) -> Text:
         return in_one(*decoding(wrap), RECORD)
 
     return {
@@ -102,7 +104,7 @@ def llama(device: str) -> dict[str, Callable[[], Text]]:
     """A Llama of 1.2 billion weights, as `llama_decode.py` has it, and its own `generate` with a static cache."""
     model = llama_model(device)
 
-    def decoding(wrap: Callable[[Any], Any]) -> tuple[Step, Tensor, Callable[[], object]]:
+    def decoding(wrap: Wrap) -> tuple[Step, Tensor, Callable[[], object]]:
         made = llama_decoding(model, device, PROMPT, wrap)
         lengths, begins = [layer.cumulative_length for layer in made.cache.layers], made.position.clone()
 
@@ -129,12 +131,12 @@ def toy(device: str) -> dict[str, Callable[[], Text]]:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
+    example = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     torch.manual_seed(0)
     model = example.Llama().to(device).eval()
 
-    def decoding(wrap: Callable[[Any], Any]) -> tuple[Step, Tensor, Callable[[], object]]:
+    def decoding(wrap: Wrap) -> tuple[Step, Tensor, Callable[[], object]]:
         position = torch.zeros(1, dtype=torch.int64, device=device)
 
         def following(token: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ def ppo(device: str) -> dict[str, Callable[[], harness.Step]]:
     data = minibatches(device)
     stacks = [[torch.stack(columns) for columns in zip(*data[i : i + UPDATES], strict=True)] for i in range(0, 32, UPDATES)]
 
-    def calls(wrap: Callable[[Any], Any] = lambda agent: agent) -> harness.Step:
+    def calls(wrap: Wrap = plain) -> harness.Step:
         update, feed = RECORD(updater(device, wrap)), itertools.cycle(data)
 
         def step() -> None:
@@ -170,9 +172,42 @@ def ppo(device: str) -> dict[str, Callable[[], harness.Step]]:
 
         return step
 
-    def one(wrap: Callable[[Any], Any] = lambda agent: agent) -> harness.Step:
+    def one(wrap: Wrap = plain) -> harness.Step:
         update, feed = RECORD(updater(device, wrap), steps=UPDATES), itertools.cycle(stacks)
         return lambda: update(*next(feed))
+
+    return {
+        STEPWISE: calls,
+        ONE: one,
+        STEPWISE + COMPILED: lambda: calls(torch.compile),
+        ONE + COMPILED: lambda: one(torch.compile),
+    }
+
+
+def epoch(device: str) -> dict[str, Callable[[], harness.Step]]:
+    """Likewise, with what programs do between: the rows of a rollout are shuffled, and each update gets its own."""
+    rollout = [torch.cat(columns) for columns in zip(*minibatches(device, UPDATES), strict=True)]
+
+    def shuffled() -> Tensor:
+        return torch.randperm(len(rollout[0]), device=device).view(UPDATES, -1)
+
+    def calls(wrap: Wrap = plain) -> harness.Step:
+        update = RECORD(updater(device, wrap))
+
+        def step() -> None:
+            for rows in shuffled():
+                update(*(column[rows] for column in rollout))
+
+        return step
+
+    def one(wrap: Wrap = plain) -> harness.Step:
+        update = RECORD(updater(device, wrap), steps=UPDATES)
+
+        def step() -> None:
+            rows = shuffled()
+            update(*(column[rows] for column in rollout))
+
+        return step
 
     return {
         STEPWISE: calls,
@@ -223,7 +258,7 @@ def scaled(device: str, optimizer: Callable[[Any], torch.optim.Optimizer], recor
         losses += [step(*batch) for batch in batches[8:]]
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    syncs = sum("synchroniz" in str(one.message) for one in waits)
+    syncs = sum("called a synchronizing" in str(one.message) for one in waits)
     weights = [w.detach() for w in net.parameters()]
     return torch.stack(losses).nan_to_num(), weights, scaler.state_dict(), syncs, step
 
@@ -243,20 +278,20 @@ def scaler(device: str) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     parser = harness.parser(__doc__)
-    parser.add_argument("--only", nargs="*", default=["toy", "ppo", "scaler", "llama"])
+    parser.add_argument("--only", nargs="*", default=["toy", "ppo", "epoch", "scaler", "llama"])
     arguments = parser.parse_args()
     report, ratios = harness.Report(CLAIM, TARGET, arguments), {}
     if "scaler" in arguments.only:
         report.figures["scaler"] = scaler(arguments.device)
-    for name, make in (("toy", toy), ("ppo", ppo), ("llama", llama)):
+    for name, make in (("toy", toy), ("ppo", ppo), ("epoch", epoch), ("llama", llama)):
         if name not in arguments.only:
             continue
         before = len(report.rows)
         made = harness.prepare(report, make(arguments.device))
         live = made["live"]() if "live" in made else None
         equal = {method: torch.equal(made[method](), live) for method in made if live is not None and ONE in method}
-        calls = 2 if name == "llama" else 10 if name == "toy" else 50
-        harness.measure(report, made, calls=calls, repeats=3 if name == "llama" else 5, warmup=2, reference=STEPWISE)
+        calls, repeats, settled = (1, 3, 0) if name == "llama" else (4, 3, 0) if name == "toy" else (50, 5, 48)
+        harness.measure(report, made, calls, repeats, warmup=1 if settled == 0 else 8, reference=STEPWISE, settled=settled)
         for row in report.rows[before:]:
             row.method = f"{name}: {row.method}"
         speeds = {row.method: 1 / row.ratio for row in report.rows[before:] if row.ratio and ONE in row.method}

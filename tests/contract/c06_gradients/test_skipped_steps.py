@@ -12,6 +12,7 @@ import phonograph as pg
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, reasons
 
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 STEPS = 3
 INFINITE = (6, 9, 10)
 
@@ -47,9 +48,9 @@ class Recipe:
 @contextmanager
 def no_host_reads(device):
     """Whoever waits for the GPU in the block gets an error."""
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
     try:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         if device.type == "cuda":
