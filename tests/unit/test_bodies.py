@@ -2,6 +2,7 @@
 asked: what the driver would do is written down.)"""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def count():
 @pytest.fixture
 def made(graphs, count):
     stream = type("Stream", (), {"device_index": 0, "cuda_stream": STREAM})()
-    return Bodies(stream, (0, 1), count, lambda: graphs.done.append("join"))
+    return Bodies(stream, (0, 1), count, *(partial(graphs.done.append, word) for word in ("join", "fork")))
 
 
 def drawing(count, number, places=None):
@@ -97,16 +98,8 @@ INDEX = torch.tensor(True)
 
 def test_a_branch_is_one_node(graphs, made):
     made.choose(INDEX, [lambda: graphs.done.append("first"), lambda: graphs.done.append("second")])
-    assert graphs.done == [
-        ("set", -1),
-        "join",
-        ("route", (0, 1)),
-        ("node", SWITCH, 2),
-        ("body", 0),
-        "first",
-        ("body", 1),
-        "second",
-    ]
+    captured = [("node", SWITCH, 2), ("body", 0), "first", ("body", 1), "second"]
+    assert graphs.done == [("set", -1), "join", ("route", (0, 1)), *captured, "fork"]
     assert (made.graphs, made.outer, made.failed, made.offset) == ([0, 1], 0, None, 0)
 
 
@@ -141,7 +134,7 @@ def test_each_turn_of_a_loop_adds_what_it_draws(graphs, made, count):
 
     made.repeat(condition, drawing(count, 8))
     assert graphs.done[0] == ("set", -1)
-    assert graphs.done[-3:] == [("body", 0), ("add", STANDS, 12), ("set", -1)]
+    assert graphs.done[-4:] == [("body", 0), ("add", STANDS, 12), ("set", -1), "fork"]
     assert count.at == 8  # behind the condition before the loop
 
 
@@ -192,3 +185,10 @@ def test_another_capture_than_before_is_refused_where_torch_counts_by_captures(g
 def _resumed_elsewhere(node):
     node.resume = lambda: False
     return node
+
+
+def test_other_streams_end_before_the_outermost_body_and_begin_again_after_it(graphs, made):
+    made.choose(INDEX, [lambda: made.choose(INDEX, [lambda: None]), lambda: None])
+    assert (graphs.done.count("join"), graphs.done.count("fork")) == (1, 1)
+    assert graphs.done.index("join") < graphs.done.index(("node", SWITCH, 2))
+    assert graphs.done[-1] == "fork"

@@ -61,10 +61,12 @@ def number_at(address: int, device: int) -> torch.Tensor:
 class Bodies:
     """Those of one graph, while it is captured."""
 
-    def __init__(self, stream: torch.cuda.Stream, pool: tuple[int, int], place: Place, join: Callable[[], None]) -> None:
-        """`join` lets the stream wait for all others on which something was captured."""
+    def __init__(
+        self, stream: torch.cuda.Stream, pool: tuple[int, int], place: Place, join: Callable[[], None], fork: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """`join` lets the stream wait for all others on which something was captured, `fork` these for the stream."""
         self._on, self._device, self._stream, self._pool = stream, stream.device_index, stream.cuda_stream, pool
-        self._place, self._join = place, join
+        self._place, self._join, self._fork = place, join, fork
         self._thread = threading.get_ident()
         self.graphs: list[int] = []
         """All bodies so far."""
@@ -129,10 +131,11 @@ class Bodies:
     def _node(self, handle: int, kind: int, count: int) -> Iterator[list[int]]:
         """A conditional node. The stream captures its bodies inside the block, and goes on behind it. (After an exception it
         goes on capturing, or what comes next would run.)"""
-        self._join()
+        outer = self.outer
+        if not outer:
+            self._join()
         if not self.graphs:
             route_by_stream(self._device, self._pool)
-        outer = self.outer
         try:
             node = conditional.Node(self._stream, handle, kind, count)
             self.outer = outer or node.graph
@@ -142,6 +145,8 @@ class Bodies:
                 raise Refusal("branches or loops by what a tensor holds, after which this driver begins another capture",
                               "install a newer driver")  # fmt: skip
             self.outer = outer
+            if not outer:
+                self._fork()
         except driver.DriverError as e:
             self.failed, self.outer = e, 0
             raise

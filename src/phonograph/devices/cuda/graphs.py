@@ -83,7 +83,7 @@ class Graphs:
             graph.register_generator_state(g)
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
         self._open = True
-        bodies = Bodies(self._on, self._handle, self._place, self.join)
+        bodies = Bodies(self._on, self._handle, self._place, self.join, self.fork)
         self.segments.append(Segment(graph, self._stream, bodies))
         if self._dials is not None:
             self._dials.stepping = _collecting(self._stream, self.segments[-1].steps)
@@ -104,6 +104,11 @@ class Graphs:
         """Wait for what was captured on other streams. To be called before the end."""
         for other in self.others.values():
             self._on.wait_stream(other)
+
+    def fork(self) -> None:
+        """Let the others wait for what comes next."""
+        for other in self.others.values():
+            other.wait_stream(self._on)
 
     def look_at_answers(self) -> None:
         """To be called before the end of each, and before what is copied out."""
@@ -127,8 +132,7 @@ class Graphs:
             self.look_at_answers()
             self.end()
             self.begin()
-            for other in self.others.values():
-                other.wait_stream(self._on)
+            self.fork()
 
     def give_up(self) -> None:
         if self._open:
