@@ -65,7 +65,8 @@ def trained(recipe, step, infinite=INFINITE, calls=14, between=lambda recipe, n:
         x, y = torch.randn(*rows, 6, device=recipe.device), torch.randint(0, 3, rows, device=recipe.device)
         if n in infinite:
             x.view(-1)[0] = float("inf")
-        with no_host_reads(recipe.device) if n > 3 and pg.stats(step).live <= 3 else no_host_reads(torch.device("cpu")):
+        waits = n <= 3 or pg.stats(step).live > 3 or pg.stats(step).refusals
+        with no_host_reads(torch.device("cpu") if waits else recipe.device):
             found.append(step(x, y))
         between(recipe, n)
         found.append(recipe.state() if n in (7, 11) else None)
@@ -246,6 +247,12 @@ def test_c11_steps_with_effects_run_live(device, optimizer, reason):
     recorded, plain, ours = side_by_side(lambda: Recipe(device, optimizer), replays=0)
     assert reason in reasons(recorded)
     assert getattr(plain.opt, "taken", 0) == getattr(ours.opt, "taken", 0)
+
+
+@may_run_live
+def test_c11_with_split_other_steps_are_decided_by_the_host(device):
+    make = lambda: Recipe(device, lambda p: Telling(p, lr=0.1))  # noqa: E731
+    side_by_side(make, replays=pytest.approx(10, abs=3), fallback="split")
 
 
 def test_c12_scalers_are_torchs_own_after_a_capture(device):
