@@ -226,6 +226,60 @@ def _count(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
     return a + s.count
 
 
+def _cond(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    return pg.cond(a.sum() > k, lambda a: a.tanh() + k, lambda a: a - _fit(b, a), a)
+
+
+def _cond_returns(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    """An operand, or part of one, or twice the same."""
+    first, second = pg.cond((a * k).sum() < 1, lambda a, b: (a, b.flatten()[:1]), lambda a, b: (a, b.flatten()[1:2] * 2), a, b)
+    return first.mul_(0.5) if first.numel() > k else second
+
+
+def _cond_writes(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    """What is outside, what the function has made, and what it was given."""
+    made = a.sin()
+
+    def one(a: torch.Tensor) -> torch.Tensor:
+        s.total.mul_(0.5).add_(k)
+        made.mul_(2)
+        return made * a
+
+    def other(a: torch.Tensor) -> torch.Tensor:
+        a.mul_(0.5)
+        return made.add_(1) - s.total.sum().to(a.dtype)
+
+    return pg.cond(a.sum() > s.total[0], one, other, a) + made
+
+
+def _cond_draws(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    return pg.cond(
+        a.sum() > 0, lambda a: F.dropout(a * 1.0, 0.5, s.training), lambda a: a + torch.rand(k, device=a.device)[0], a
+    )
+
+
+def _switch(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    """With a branch that has a branch and a loop in it."""
+    inner = [lambda a: a * 0.5, lambda a: _cond(s, a, b, k), lambda a: _while(s, a, b, k), lambda a: a + s.scale]
+    return pg.switch(a.sum().clamp(-2, 9).to(torch.int64) % 7 - 1, inner, a)
+
+
+def _while(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    """Until a value says so, or three times; what it adds up is outside."""
+    start = torch.zeros((), dtype=torch.int32, device=a.device)
+
+    def turn(i: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        s.total.add_(i)
+        return i + 1, _fit(b, a) * 0.5 + a * 0.75, b
+
+    return pg.while_loop(lambda i, a, b: (i < 3) & (a.abs().sum() > k), turn, (start, a, b))[1]
+
+
+def _repeat(s: State, a: torch.Tensor, b: torch.Tensor, k: int) -> torch.Tensor:
+    times = a.sum().clamp(0, 3).to(torch.int64) if k == 1 else k
+    return pg.repeat(times, lambda x: {"a": x["b"], "b": x["a"].add_(k).clamp(-64, 64)}, {"a": a, "b": a * 2})["a"]
+
+
 def _written(c: torch.Tensor, k: int) -> torch.Tensor:
     c.view(-1)[: k + 1] = 0.5
     return c
@@ -336,6 +390,13 @@ OPS: dict[str, Callable[[State, torch.Tensor, torch.Tensor, int], torch.Tensor]]
     "marked, writes unseen": _marked(lambda s, a, k: _writes_unseen(a, k)),
     "marked, keeps": _marked(lambda s, a, k: _keeps(a + 1, k)["b" if k == 1 else "a"]),
     "marked, sees gradients": _marked(lambda s, a, k: _sees_gradients(s)),
+    "cond": _cond,
+    "cond, returns": _cond_returns,
+    "cond, writes": _cond_writes,
+    "cond, draws": _cond_draws,
+    "switch": _switch,
+    "while": _while,
+    "repeat": _repeat,
     "item": lambda s, a, b, k: a * a.sum().clamp(-4, 4).item(),
     "mask": lambda s, a, b, k: a[a > 0],
     "count": _count,

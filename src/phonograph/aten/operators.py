@@ -106,7 +106,7 @@ _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_
 # Their derivatives are another formula where nobody may look on the host whether there are zeros, as in a capture.
 _OTHER_DERIVATIVES = {"aten::prod", "aten::cumprod"}
 _REMEDIES = {
-    "aten::_local_scalar_dense": "keep the value on the device: torch.where or masked arithmetic instead of .item(), "
+    "aten::_local_scalar_dense": "keep the value on the device: torch.where, pg.cond or masked arithmetic instead of .item(), "
     "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it "
     'outside; or fallback="split", if the value is most often the same',
     "aten::equal": "torch.equal answers on the host; use (a == b).all() and torch.where",

@@ -19,17 +19,18 @@ from functools import partial
 
 import torch
 
-from .._torch.dynamic import Args, Thing
-from .._torch.modes import below_autograd, without_modes
+from .._torch.dynamic import Thing
 from .._torch.operators import OpOverload
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
 from ..call.signature import modes
-from ..errors import Overlooked, Refusal
+from ..errors import Overlooked, Refusal, Unseen
 from ..guards.reachable import Reach
+from ..guards.sameness import all_same
 from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
+from ..python.gc_control import uncollected
 from .call_memory import CallMemory
 from .digest import Digest
 from .python_events import pause_profiling
@@ -67,7 +68,7 @@ class ControlFlow(CallMemory, Refusals):
         A replay runs the body whose number is in `index`: a tensor on the device with one element, a bool, or an int32 that is
         a number of a body.
         """
-        raise self.located(Refusal("branches by what a tensor holds, which this device cannot record", "use torch.where"))
+        raise self.located(Refusal("branches by what a tensor holds, which the device cannot record", "use torch.where"))
 
     def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
         """Capture a loop: call the condition and the body, in this order, and note what they launch as theirs.
@@ -75,7 +76,7 @@ class ControlFlow(CallMemory, Refusals):
         A replay runs the body for as long as the condition gives True: a bool tensor on the device with one element. It may be
         called twice, before the loop and at the body's end.
         """
-        raise self.located(Refusal("loops by what a tensor holds, which this device cannot record", "use a fixed number"))
+        raise self.located(Refusal("loops by what a tensor holds, which the device cannot record", "use a fixed number"))
 
     # -- what is common
 
@@ -95,11 +96,11 @@ class ControlFlow(CallMemory, Refusals):
                 results.extend(found)
                 return
             for target, t in zip(results, found, strict=True):
-                self._alike(target, t, "branches", "another branch")
+                self._alike(target, t, "a branch", "that of the first branch")
                 self._copy(target, t)
 
         with self._unheard() as heard:
-            around = _Around(roots)
+            around = self._around(roots)
             self._flush()
             self.capture_branch(self._number(index, len(bodies)), [
                 partial(self._within, partial(run, body, i == 0), results, around, heard) for i, body in enumerate(bodies)
@@ -127,16 +128,16 @@ class ControlFlow(CallMemory, Refusals):
             found = body(buffers)
             moved = [(b, t) for b, t in zip(buffers, found, strict=True) if not _same_memory(b, t)]
             for b, t in moved:
-                self._without_gradient(t, "the body of a loop")
-                self._alike(b, t, "the body of a loop", "it was given")
+                self._without_gradient(t, "a loop's body")
+                self._alike(b, t, "a loop's body", "the one that it is given")
             values = [self.copied(t) if storage_id(t) in mine else t for _, t in moved]
             for (b, _), value in zip(moved, values, strict=True):
                 self._copy(b, value)
 
         with self._unheard() as heard:
-            around = _Around(roots)
+            around = self._around(roots)
             self._flush()
-            with self._looping():
+            with self._looping(), uncollected():
                 self.capture_loop(goes_on, partial(self._within, turn, buffers, around, heard))
         return buffers
 
@@ -166,9 +167,17 @@ class ControlFlow(CallMemory, Refusals):
                                        "turn may need", "let it go before or after the loop"))  # fmt: skip
 
     def died(self, key: int) -> None:
-        birth = self._births.get(key)
-        self._lost = self._lost or (birth is not None and bool(self._loops) and birth.number < self._loops[-1])
+        if self._loops and (birth := self._births.get(key)) is not None:
+            self._lost = self._lost or birth.number < self._loops[-1]
         super().died(key)
+
+    def _around(self, roots: Roots) -> _Around:
+        reach = _Surroundings(roots)
+        if reach.iterators or reach.host_rngs or reach.truncated:
+            what = f"{reach.iterators[0]}, an iterator" if reach.iterators else "a random generator of Python's"
+            raise self.located(Refusal(f"can get at {'too much' if reach.truncated else what} in a branch or loop",
+                                       "let the functions name less, and pass what they need as operands"))  # fmt: skip
+        return _Around(reach)
 
     def _within(self, run: Callable[[], None], kept: Sequence[torch.Tensor], around: _Around, heard: Profiler) -> None:
         """Run a body that leaves nothing but the tensors `kept`."""
@@ -181,24 +190,27 @@ class ControlFlow(CallMemory, Refusals):
         except (Refusal, Overlooked):
             raise
         except Exception as e:
-            said = f"raises {type(e).__name__} in the body of a branch or loop, which a capture runs whether it is taken or not"
-            raise self.located(Refusal(said, "let no body raise", failed=True)) from e
+            said = f"raises {type(e).__name__} in a branch or loop, which a capture runs whether it is taken or not"
+            raise self.located(Refusal(said, "let it raise outside, or not at all", failed=True)) from e
         finally:
             pause_profiling()
             self.bodies -= 1
         self._flush()
         if modes() != before:
-            raise self.located(Refusal("changes a mode in the body of a branch or loop", "use it as a context manager (with)"))
+            raise self.located(
+                Refusal("changes a mode of torch's in a branch or loop", "use it as a context manager (with ...)")
+            )
         if around.begins_steps():
-            raise self.located(Refusal("steps an optimizer for the first time in the body of a branch or loop",
-                                       "call it once before", final=False))  # fmt: skip
+            raise self.located(Unseen("steps an optimizer for the first time", "call it once before", final=False))
         if (place := around.changed()) is not None:
-            raise self.located(Refusal(f"changes {place} in the body of a branch or loop, which a replay cannot",
+            raise self.located(Refusal(f"changes {place} in a branch or loop",
                                        "return it from the body, or keep it in a tensor that is written in place"))  # fmt: skip
         if self._left_by(made, kept):
+            lost = self._lost
             gc.collect()
+            self._lost = lost  # garbage is nothing that a turn may need
         if self._left_by(made, kept):
-            raise self.located(Refusal("keeps a tensor that it makes in the body of a branch or loop",
+            raise self.located(Refusal("keeps a tensor that it makes in a branch or loop",
                                        "return it from the body"))  # fmt: skip
         if self.digest is not None:
             self.digest.note(_MARK, _MARK.name, (), {})
@@ -213,27 +225,27 @@ class ControlFlow(CallMemory, Refusals):
         made = self._made
         found = [*body()]
         for i, t in enumerate(found):
+            self._without_gradient(t, said)
             if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
                 found[i] = t = self.copied(t)
             birth = self._births.get(storage_id(t)) if has_memory(t) else None
             if birth is None or birth.number < made:
-                raise self.located(Refusal(f"returns from {said} a tensor that was there before it",
+                raise self.located(Refusal(f"returns a tensor from {said}, which was there before",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
-            self._without_gradient(t, said)
         return found
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:
         if t.requires_grad:
             raise self.located(
-                Refusal(f"returns a tensor that requires a gradient from {said}", "call it under torch.no_grad()")
+                Refusal(f"returns a tensor from {said}, which requires a gradient", "call it under torch.no_grad()")
             )
 
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
         if one != two:
             differs = next(f"{a} and {b}" for a, b in zip(one, two, strict=True) if a != b)
-            raise self.located(Refusal(f"returns from {said} a tensor that is of another kind than in {other}: {differs}",
-                                       "let both be alike"))  # fmt: skip
+            raise self.located(Refusal(f"returns a tensor from {said}, which is another than {other}: {differs}",
+                                       "let shapes, types and strides be alike"))  # fmt: skip
 
     def _number(self, index: torch.Tensor, n: int) -> torch.Tensor:
         """Which of `n` bodies is meant."""
@@ -242,24 +254,24 @@ class ControlFlow(CallMemory, Refusals):
             return index
         found = self.applied(aten._to_copy.default, index, dtype=torch.int64)
         found = self.applied(aten.clamp.default, found, 0, n - 1)
-        return self.applied(aten._to_copy.default, found, dtype=torch.int32)
+        number: torch.Tensor = self.applied(aten._to_copy.default, found, dtype=torch.int32)
+        return number
 
     def _truth(self, pred: torch.Tensor) -> torch.Tensor:
         self._one_here(pred)
-        return self.applied(aten.ne.Scalar, pred, 0)
+        truth: torch.Tensor = self.applied(aten.ne.Scalar, pred, 0)
+        return truth
 
     def _one_here(self, pred: torch.Tensor) -> None:
         if pred.numel() != 1 or pred.device != self.device or not has_memory(pred):
-            raise self.located(Refusal(f"goes on by a tensor of shape {tuple(pred.shape)} on {pred.device}",
+            raise self.located(Refusal(f"branches or loops by a tensor of shape {tuple(pred.shape)} on {pred.device}",
                                        f"give one element on {self.device}"))  # fmt: skip
 
     # -- operators of the capture's own
 
     def applied(self, func: OpOverload, *args: object, **kwargs: object) -> Thing:
         """Call an operator as one of the capture, without autograd."""
-        with torch.no_grad(), without_modes(), below_autograd():
-            given: Args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
-            return self.__torch_dispatch__(func, (), given, kwargs)
+        raise NotImplementedError
 
     def copied(self, t: torch.Tensor) -> torch.Tensor:
         """Copy a tensor by an operator of the capture."""
@@ -274,16 +286,14 @@ class ControlFlow(CallMemory, Refusals):
         torch.clear_autocast_cache()
 
 
+class _Surroundings(Reach):
+    whole = True
+
+
 class _Around:
     """What bodies can get at: what it was before them."""
 
-    def __init__(self, roots: Roots) -> None:
-        reach = Reach(roots)
-        if reach.iterators or reach.truncated:
-            raise Refusal(
-                f"can get at {next(iter(reach.iterators), 'more than can be looked at')} in the body of a branch or loop",
-                "let it have less",
-            )
+    def __init__(self, reach: Reach) -> None:
         self._holders = [(h, h.read()) for h in reach.holders]
         self._tensors = reach.all_tensors
         self._states = self._read()
@@ -294,17 +304,19 @@ class _Around:
         """The name of something that is another now."""
         found = [*changed(self._holders)]
         found += [name for (name, _), old, new in zip(self._tensors, self._states, self._read(), strict=True)
-                  if old[0] != new[0] or old[1] is not new[1]]  # fmt: skip
+                  if old[0] != new[0] or not all_same(old[1:], new[1:])]  # fmt: skip
         return next(iter(found), None)
 
     def begins_steps(self) -> bool:
         """Whether an optimizer has made its state since."""
         return [*map(len, self._states_of_optimizers)] != self._sizes
 
-    def _read(self) -> list[tuple[object, object]]:
-        """What tensors are, and their gradients."""
+    def _read(self) -> list[tuple[object, ...]]:
+        """What tensors are; the gradient of a leaf, or where autograd has another from; and the attributes that they have."""
         tensors = [t for _, t in self._tensors]
-        return [*zip(states_of(tensors), (t.grad if t.is_leaf else None for t in tensors), strict=True)]
+        states = states_of(tensors)
+        return [(state, t.grad if t.is_leaf else t.grad_fn, *t.__dict__, *t.__dict__.values())
+                for state, t in zip(states, tensors, strict=True)]  # fmt: skip
 
 
 def apart(tensors: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -322,4 +334,4 @@ def _kind(t: torch.Tensor) -> tuple[object, ...]:
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset() and _kind(a) == _kind(b)
+    return storage_id(a) == storage_id(b) and (a.storage_offset(), *_kind(a)) == (b.storage_offset(), *_kind(b))

@@ -23,7 +23,7 @@ import torch
 
 from .._torch.dynamic import Args, Kwargs, Leaves, Thing
 from .._torch.dynamo import not_compiled_by_itself
-from .._torch.modes import TorchDispatchMode
+from .._torch.modes import TorchDispatchMode, below_autograd, without_modes
 from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id
@@ -174,14 +174,14 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
             self.arrivals.before_writing(operators.written_by(m, args, kwargs))
         if m.communicates:
             if self.bodies:
-                raise refusal(m.name, " in the body of a branch or loop", "call it outside of that")
+                raise refusal(m.name, " in a branch or loop", "call it outside of that")
             self.communicates(m, args, kwargs)
         if m.refusable and not constant:
             self._check(func, m, args, kwargs)
         if m.name in COUNTING and self._counting and self._counted(m, args, kwargs):
             if self.bodies:
                 raise Refusal(
-                    "moves on the step count of an optimizer, which is kept on the host, in the body of a branch or loop",
+                    "moves on the step count of an optimizer, which is kept on the host, in a branch or loop",
                     "make the optimizer with capturable=True or fused=True",
                 )
             return args[0] if isinstance(args[0], torch.Tensor) else None
@@ -381,7 +381,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
         """End a segment before a live operator with these inputs. Returns placeholders for its results; on the CPU they have
         the values of the last live call."""
         if self.bodies:
-            raise self.located(Refusal(f"runs {name} live in the body of a branch or loop", "call it outside of that"))
+            raise self.located(Refusal(f"runs {name} live in a branch or loop", "call it outside of that"))
         for t in inputs:
             key = storage_id(t)
             if self.known.get(key):
@@ -403,6 +403,11 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         """End a segment on the device."""
         raise NotImplementedError
+
+    def applied(self, func: OpOverload, *args: object, **kwargs: object) -> Thing:
+        with torch.no_grad(), without_modes(), below_autograd():
+            given = tuple([x.detach() if isinstance(x, torch.Tensor) else x for x in args])
+            return self.__torch_dispatch__(func, (), given, kwargs)
 
     # -- other ranks
 

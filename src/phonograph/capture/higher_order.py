@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.operators import HigherOrderOperator
 from ..errors import Refusal
-from .control_flow import ControlFlow, apart
+from .control_flow import ControlFlow, Roots, apart
 
 __all__ = ["branch_or_loop"]
 
@@ -22,32 +23,46 @@ def branch_or_loop(
     """The results of such an operator, None if it is another or goes on by no tensor. Functions are called as `seen`."""
     name = func.name()
     if name == "cond" and isinstance(args[0], torch.Tensor):
-        pred, true_fn, false_fn, operands = args
-        return tuple(_branch(watch, pred, [seen(true_fn), seen(false_fn)], operands))
+        return tuple(_branch(watch, seen, *args))
     if name == "while_loop" and not kwargs:
-        cond_fn, body_fn, state, others = args
-        return tuple(_loop(watch, seen(cond_fn), seen(body_fn), state, others))
+        return tuple(_loop(watch, seen, *args))
     return None
 
 
 def _branch(
-    watch: ControlFlow, pred: torch.Tensor, functions: Sequence[Function], operands: Sequence[Thing]
+    watch: ControlFlow, seen: Callable[[Function], Function], pred: torch.Tensor, true_fn: Function, false_fn: Function,
+    operands: Sequence[Thing],
 ) -> list[torch.Tensor]:  # fmt: skip
     number = watch.applied(torch.ops.aten.logical_not.default, pred)
     given = [t for t in operands if isinstance(t, torch.Tensor)]
-    return watch.branch(number, [lambda f=f: apart(_tensors(watch, f(*operands)), given) for f in functions], ())
+
+    def body(function: Function) -> list[torch.Tensor]:
+        return apart(_tensors(watch, seen(function)(*operands)), given)
+
+    bodies = [partial(body, true_fn), partial(body, false_fn)]
+    return watch.branch(number, bodies, _of_users({"true_fn": true_fn, "false_fn": false_fn}))
 
 
 def _loop(
-    watch: ControlFlow, cond_fn: Function, body_fn: Function, state: Sequence[Thing], others: Sequence[Thing]
+    watch: ControlFlow, seen: Callable[[Function], Function], cond_fn: Function, body_fn: Function, state: Sequence[Thing],
+    others: Sequence[Thing],
 ) -> list[torch.Tensor]:  # fmt: skip
-    def turn(inner: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return apart(_tensors(watch, body_fn(*inner, *others)), ())
+    def goes_on(inner: Sequence[torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = seen(cond_fn)(*inner, *others)
+        return found
 
-    return watch.loop(lambda inner: cond_fn(*inner, *others), turn, _tensors(watch, state), ())
+    def turn(inner: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return apart(_tensors(watch, seen(body_fn)(*inner, *others)), ())
+
+    return watch.loop(goes_on, turn, _tensors(watch, state), _of_users({"cond_fn": cond_fn, "body_fn": body_fn}))
+
+
+def _of_users(functions: Mapping[str, Function]) -> Roots:
+    """Those that are no graphs. (A graph has no effects, and makes its own code when it is first called.)"""
+    return [(name, function) for name, function in functions.items() if not isinstance(function, torch.fx.GraphModule)]
 
 
 def _tensors(watch: ControlFlow, values: Sequence[Thing]) -> Sequence[torch.Tensor]:
     if not all(isinstance(t, torch.Tensor) for t in values):
-        raise watch.located(Refusal("returns something else from each branch than tensors", "return tensors"))
+        raise watch.located(Refusal("returns something else than tensors from a branch or loop", "return tensors"))
     return values

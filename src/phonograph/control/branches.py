@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from .._torch.dynamic import Thing
 from ..capture.control_flow import ControlFlow
 from ..errors import Refusal
 from .results import Tree, apart, number_of, watch_here
@@ -19,7 +18,7 @@ __all__ = ["callables", "cond", "switch"]
 R = TypeVar("R")
 
 
-def cond(pred: bool | int | torch.Tensor, true_fn: Callable[..., R], false_fn: Callable[..., R], *operands: object) -> R:
+def cond(pred: object, true_fn: Callable[..., R], false_fn: Callable[..., R], *operands: object) -> R:
     """Call one of two functions, by what a tensor holds.
 
     Live this is Python's ``true_fn(*operands) if pred else false_fn(*operands)``. A recording has both, and each replay runs
@@ -35,12 +34,12 @@ def cond(pred: bool | int | torch.Tensor, true_fn: Callable[..., R], false_fn: C
 
     Raises:
         RuntimeError: `pred` is a tensor of several elements.
-        TypeError: one of the functions is none, or `pred` is neither a tensor nor a bool or an int.
+        TypeError: one of the functions is none, or `pred` is no tensor, bool or number.
     """
     callables("pg.cond", {"true_fn": true_fn, "false_fn": false_fn})
     if not isinstance(pred, torch.Tensor):
-        if not isinstance(pred, int):
-            raise TypeError(f"pg.cond: pred is a tensor of one element, a bool or an int, not {type(pred).__name__}")
+        if pred is None or not hasattr(type(pred), "__bool__"):
+            raise TypeError(f"pg.cond: pred is a tensor of one element, a bool or a number, not {type(pred).__name__}")
         return _called(true_fn if pred else false_fn, operands)
     watch = watch_here()
     if watch is None:
@@ -94,23 +93,25 @@ def callables(said: str, functions: dict[str, Callable[..., R]]) -> None:
             raise TypeError(f"{said}: {name} is a function, not {type(function).__name__}")
 
 
-def _called(function: Callable[..., R], operands: Sequence[object]) -> Thing:
+def _called(function: Callable[..., R], operands: Sequence[object]) -> R:
     found = apart(function(*operands), Tree.of(operands).tensors)
-    return found.whole(found.tensors)
+    result: R = found.whole(found.tensors)
+    return result
 
 
 def _recorded(
     watch: ControlFlow, number: torch.Tensor, functions: dict[str, Callable[..., R]], operands: Sequence[object]
-) -> Thing:  # fmt: skip
+) -> R:  # fmt: skip
     given, first = Tree.of(operands).tensors, list[Tree]()
 
     def body(function: Callable[..., R]) -> list[torch.Tensor]:
         found = apart(function(*operands), given)
         if first and not first[0].alike(found):
-            raise watch.located(Refusal("returns something else from each branch than tensors",
+            raise watch.located(Refusal("returns something else than tensors from branches, which differs",
                                         "return the same structure, and the same but for the values of tensors"))  # fmt: skip
         first.append(found._replace(tensors=[]))
         return found.tensors
 
     tensors = watch.branch(number, [partial(body, f) for f in functions.values()], [*functions.items(), ("operands", operands)])
-    return first[0].whole(tensors)
+    result: R = first[0].whole(tensors)
+    return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index as as_index
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -43,7 +43,7 @@ def while_loop(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: 
     watch = watch_here()
     if watch is None:
         return _live(cond_fn, body_fn, first)
-    return _recorded(watch, cond_fn, body_fn, first)
+    return cast("S", _recorded(watch, cond_fn, body_fn, first))
 
 
 def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
@@ -72,19 +72,19 @@ def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
     if watch is None:
         for _ in range(number_of(times) if isinstance(times, torch.Tensor) else times):
             first = apart(_given(body_fn, first.whole(first.tensors)), ())
-        return first.whole(first.tensors)
+        return cast("S", first.whole(first.tensors))
     done = torch.zeros((), dtype=torch.int64, device=watch.device)
 
-    def left(i: torch.Tensor, _: object) -> torch.Tensor:
+    def left(i: torch.Tensor, _: object) -> Thing:
         return i < times
 
     def turn(i: torch.Tensor, inner: object) -> tuple[torch.Tensor, object]:
         return i + 1, _given(body_fn, inner)
 
-    return _recorded(watch, left, turn, Tree.of((done, first.whole(first.tensors))))[1]
+    return cast("S", _recorded(watch, left, turn, Tree.of((done, first.whole(first.tensors))))[1])
 
 
-def _given(function: Callable[..., Thing], state: object) -> Thing:
+def _given(function: Callable[..., Thing], state: Thing) -> Thing:
     return function(*state) if type(state) in (tuple, list) else function(state)
 
 
@@ -98,7 +98,7 @@ def _live(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: Tree)
         whole = found.whole(found.tensors)
 
 
-def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., S], first: Tree) -> S:
+def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callable[..., Thing], first: Tree) -> Thing:
     def goes_on(state: Sequence[torch.Tensor]) -> torch.Tensor:
         found = _given(cond_fn, first.whole(state))
         if not isinstance(found, torch.Tensor):
@@ -113,5 +113,4 @@ def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callab
         return found.tensors
 
     roots = [("cond_fn", cond_fn), ("body_fn", body_fn)]
-    found: S = first.whole(watch.loop(goes_on, turn, first.tensors, roots))
-    return found
+    return first.whole(watch.loop(goes_on, turn, first.tensors, roots))

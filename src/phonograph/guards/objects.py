@@ -90,6 +90,9 @@ class Objects:
     """What is in reach, by kinds, each thing once; what has been met and is still to be visited. What code leads to, and which
     way leads into what, is a `Reach`'s business."""
 
+    whole = False
+    """Whether it has all attributes of objects of torch's and of the standard library's, and not only those that are named."""
+
     def __init__(self, heard: frozenset[str], ran: Ran | None, left: Left | None) -> None:
         self._heard = heard
         self._ran = ran
@@ -315,6 +318,9 @@ class Objects:
     def _theirs(self, path: str, thing: object) -> None:
         """An object of torch's, of NumPy's or of the standard library's that is not known better: it has much that changes and
         does not count, so that only those of its attributes do which code of the user's names."""
+        if self.whole:
+            self._object(path, thing)
+            return
         if isinstance(thing, WeakIdKeyDictionary):
             self.mentions.asks_identity = True
             self._work.extend((path, key) for key in thing)

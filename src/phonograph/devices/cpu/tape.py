@@ -207,6 +207,10 @@ class Tape(OperatorWatch):
         goes_on = self._note(asked[0])
         steps, left = self._body(body, taken=bool(_read(asked.pop())))
         self._leave(left)
+        # What raises in one turn does so after all that an earlier one has written.
+        if self._raising > len(self._top) and not self._begins_again():
+            raise self.located(Refusal("loops over what may raise depending on data, after much of its state was written",
+                                       "let the exception out, and catch it around the call"))  # fmt: skip
         self._steps.append(Step(LOOP, (goes_on, first, steps), {}, []))
 
     def _body(self, body: Callable[[], None], *, taken: bool) -> tuple[list[Step], Trial | None]:
@@ -322,15 +326,21 @@ class Tape(OperatorWatch):
             return
         for t in written:
             self.writes(t)
-        outside = {s._cdata: s for s in self.changed()}
-        done = self.communicated or any(isinstance(part, MarkedBreak) for part in self.parts)
-        if done or not self.may_begin_again or sum(s.nbytes() for s in outside.values()) > UNDONE:
+        if not self._begins_again():
             said = f"{said} may raise depending on data"
             raise self.located(Refusal(f"{said}, while {place} is changed for a time", "change it outside, around the call")
                                if place is not None else
                                Refusal(f"{said}, and an except or finally clause or a context manager of yours is around it",
                                        "let the exception out, and catch it around the call"))  # fmt: skip
+
+    def _begins_again(self) -> bool:
+        """Have what is outside put back where something raises in a replay, up to here. False if that cannot be."""
+        outside = {s._cdata: s for s in self.changed()}
+        done = self.communicated or any(isinstance(part, MarkedBreak) for part in self.parts)
+        if done or not self.may_begin_again or sum(s.nbytes() for s in outside.values()) > UNDONE:
+            return False
         self._raising, self._put_back = len(self._top) + 1, outside
+        return True
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""

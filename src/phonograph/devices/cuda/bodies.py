@@ -76,7 +76,7 @@ class Bodies:
         """What has ended the capture of a body: then the capture is one of something else."""
         self.seed = self.offset = 0
         """Addresses of the generator's seed and of where it stands, if kernels add to that; otherwise 0."""
-        self.unsaid = Refusal("draws random numbers in the body of a branch or loop by a kernel that does not say how",
+        self.unsaid = Refusal("draws random numbers in a branch or loop by a kernel that does not say how",
                               "draw them outside of that")  # fmt: skip
         """That it is not known where these are."""
 
