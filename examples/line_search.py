@@ -32,16 +32,17 @@ def fit(x: Tensor, y: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor]:
     def gradient(w: Tensor) -> Tensor:
         return x.T @ (torch.sigmoid(x @ w) - y) / len(y) + 2e-3 * w
 
+    def too_far(step: Tensor, w: Tensor, g: Tensor, here: Tensor) -> Tensor:
+        return loss(w - step * g) > here - 0.5 * step * g.square().sum()
+
+    def halve(step: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        return step * 0.5, *others
+
     def goes_on(w: Tensor, g: Tensor, turns: Tensor) -> Tensor:
         return (g.norm() > tolerance) & (turns < MOST)
 
     def descend(w: Tensor, g: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        here, slope = loss(w), g.square().sum()
-
-        def too_far(step: Tensor) -> Tensor:
-            return loss(w - step * g) > here - 0.5 * step * slope
-
-        step = pg.while_loop(too_far, lambda step: step * 0.5, w.new_full((), 64.0))
+        step, *_ = pg.while_loop(too_far, halve, (w.new_full((), 64.0), w, g, loss(w)))
         w = w - step * g
         return w, gradient(w), turns + 1
 

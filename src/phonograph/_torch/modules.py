@@ -48,19 +48,21 @@ unscale_grads: Callable[..., object] = torch.amp.GradScaler._unscale_grads_
 @contextmanager
 def scaled_step(make: Callable[[Callable[..., Private]], Callable[..., Private]]) -> Iterator[None]:
     """During the block, gradient scalers call what this has made of the method by which they step, or skip it."""
-    kind = torch.amp.GradScaler
-    plain = getattr(kind, "_maybe_opt_step", None)
+    kind: Private = torch.amp.GradScaler
+    plain = getattr(kind, _SCALED_STEP, None)
     if plain is None:
         yield
         return
     made = make(plain)
-    kind._maybe_opt_step = made
+    setattr(kind, _SCALED_STEP, made)
     try:
         yield
     finally:
-        if kind._maybe_opt_step is made:
-            kind._maybe_opt_step = plain
+        if getattr(kind, _SCALED_STEP) is made:
+            setattr(kind, _SCALED_STEP, plain)
 
+
+_SCALED_STEP = "_maybe_opt_step"
 
 CALLED_THROUGH = "_compiled_call_impl"
 """The attribute of a module that says what its calls go through."""

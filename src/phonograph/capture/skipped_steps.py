@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 
 from .._torch import modules as torch_modules
-from .._torch.dynamic import Private
+from .._torch.dynamic import Args, Kwargs, Private
 from ..errors import Refusal, Unseen
-from ..values.step_counts import begins, counts_on_the_host
+from ..values.step_counts import counts_on_the_host
 from .dispatch import OperatorWatch
 
 __all__ = ["skipping_on_the_device"]
@@ -32,7 +32,7 @@ def skipping_on_the_device(watch: OperatorWatch) -> Iterator[None]:
             found = [*state["found_inf_per_device"].values()]
             if threading.get_ident() != thread or len(found) != 1 or not _fits(optimizer, splits=watch.numerals is not None):
                 return plain(scaler, optimizer, state, *args, **kwargs)
-            _branch(watch, found[0], lambda: optimizer.step(*args, **kwargs), optimizer)
+            _branch(watch, found[0], optimizer, args, kwargs)
             return None
 
         return step
@@ -46,32 +46,23 @@ def _fits(optimizer: torch.optim.Optimizer, *, splits: bool) -> bool:
     if counts_on_the_host(optimizer):
         return False
     code = [type(optimizer), *torch_modules.step_hooks(optimizer)]
-    return not splits or all(x.__module__.startswith(("torch.", "phonograph.")) for x in code)
+    return not splits or all(str(x.__module__).startswith(("torch.", "phonograph.")) for x in code)
 
 
 def _branch(
-    watch: OperatorWatch, found_inf: torch.Tensor, step: Callable[[], object], optimizer: torch.optim.Optimizer
+    watch: OperatorWatch, found_inf: torch.Tensor, optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs
 ) -> None:
     """Step, unless a gradient is infinite."""
-    if _first(optimizer):
+    step: Callable[..., object] = optimizer.step
+    heard = hasattr(step, "_wrapped_by_lr_sched")  # by a scheduler, which has the optimizer note that it has stepped
+    if heard and not optimizer.__dict__.get("_opt_called", False):
         raise watch.located(Unseen("may skip the first step of an optimizer", "call it until one is taken", final=False))
 
     def take() -> list[torch.Tensor]:
-        if step() is not None:
+        if step(*args, **kwargs) is not None:
             raise watch.located(Refusal("may skip a step of an optimizer that returns a value", "let the step return None"))
         return []
 
     with torch.no_grad():
         skips = found_inf != 0
     watch.branch(skips, [take, list], [("optimizer", optimizer)])
-
-
-def _first(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step would leave more than tensors that were there before: a state, or that a scheduler hears of it."""
-    unheard = hasattr(optimizer.step, "_wrapped_by_lr_sched") and not optimizer.__dict__.get("_opt_called", False)
-    stateful = [g for g in optimizer.param_groups if g.get("momentum")]
-    return (
-        unheard
-        or begins(optimizer)
-        or any(p.grad is not None and not optimizer.state.get(p) for g in stateful for p in g["params"])
-    )
