@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,14 +23,13 @@ from .._torch.dynamic import Thing
 from .._torch.operators import OpOverload
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
-from ..call.signature import modes
+from ..call.signature import attributes, modes
 from ..errors import Overlooked, Refusal, Unseen
 from ..guards.reachable import Reach
 from ..guards.sameness import all_same
 from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
-from ..python.gc_control import uncollected
 from .call_memory import CallMemory
 from .digest import Digest
 from .python_events import pause_profiling
@@ -125,10 +124,9 @@ class ControlFlow(CallMemory, Refusals):
             return found[0]
 
         def turn() -> None:
-            found = body(buffers)
+            found = self._made_in_body(partial(body, buffers), "a loop's body", mine)
             moved = [(b, t) for b, t in zip(buffers, found, strict=True) if not _same_memory(b, t)]
             for b, t in moved:
-                self._without_gradient(t, "a loop's body")
                 self._alike(b, t, "a loop's body", "the one that it is given")
             values = [self.copied(t) if storage_id(t) in mine else t for _, t in moved]
             for (b, _), value in zip(moved, values, strict=True):
@@ -137,7 +135,7 @@ class ControlFlow(CallMemory, Refusals):
         with self._unheard() as heard:
             around = self._around(roots)
             self._flush()
-            with self._looping(), uncollected():
+            with self._looping():
                 self.capture_loop(goes_on, partial(self._within, turn, buffers, around, heard))
         return buffers
 
@@ -220,16 +218,20 @@ class ControlFlow(CallMemory, Refusals):
         mine = {*map(storage_id, kept)}
         return any(b.number >= made and b() is not None and key not in mine for key, b in [*self._births.items()])
 
-    def _made_in_body(self, body: Callable[[], Sequence[torch.Tensor]], said: str) -> Sequence[torch.Tensor]:
-        """The results of a body, each of which has memory of its own."""
+    def _made_in_body(
+        self, body: Callable[[], Sequence[torch.Tensor]], said: str, given: Container[int] = ()
+    ) -> Sequence[torch.Tensor]:  # fmt: skip
+        """The results of a body, each of which has memory of its own, or lies in storages that the body was `given`."""
         made = self._made
         found = [*body()]
         for i, t in enumerate(found):
+            if attributes(t):
+                raise self.located(Refusal(f"returns a tensor from {said}, which has attributes", "return them beside it"))
             self._without_gradient(t, said)
             if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
                 found[i] = t = self.copied(t)
             birth = self._births.get(storage_id(t)) if has_memory(t) else None
-            if birth is None or birth.number < made:
+            if (birth is None or birth.number < made) and storage_id(t) not in given:
                 raise self.located(Refusal(f"returns a tensor from {said}, which was there before",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
         return found
@@ -330,7 +332,8 @@ def apart(tensors: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> 
 
 def _kind(t: torch.Tensor) -> tuple[object, ...]:
     strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-    return tuple(t.shape), t.dtype, t.device, tuple(strides) if t.numel() else (), t.is_conj(), t.is_neg()
+    lie = tuple(strides) if t.numel() else (), t.is_conj(), t.is_neg()
+    return tuple(t.shape), t.dtype, t.device, *lie, type(t), t.is_inference()
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,13 +1,15 @@
 """C24: `pg.cond` and `pg.switch`. One recording has all branches, and a replay runs the one that is taken: values, writes,
 random numbers and held results are eager's."""
 
+import decimal
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from tests.helpers import counts, plain, ramp, reasons, side_by_side
+from tests.helpers import counts, may_run_live, plain, ramp, reasons, side_by_side
 
 TURNS = (1, -1, 1, 1, -1, -1, 1, -1)
 
@@ -183,13 +185,22 @@ def test_c24_random_numbers_are_eagers(device):
     assert_one_recording(plain(f, keep="always"), flips(device))
 
 
+@may_run_live
 def test_c24_a_generator_of_the_users(device):
+    """A GPU is told of the default one alone how far it has come in a branch."""
+
     def make():
         g = torch.Generator(device)
         g.manual_seed(3)
-        return lambda x, p: pg.cond(p > 0, lambda: x + torch.rand(4, generator=g, device=x.device), lambda: x * 3)
+        return lambda x, p: pg.cond(p > 0, lambda: x + torch.rand(4, generator=g, device=x.device), lambda: x * 3), g
 
-    assert_one_recording(side_by_side(make, keep="always"), flips(device))
+    both = side_by_side(make, keep="always")
+    if device.type == "cpu":
+        assert_one_recording(both, flips(device))
+        return
+    for x, p in flips(device):
+        both(x, p)
+    assert "from another generator than the default one" in reasons(both)
 
 
 def test_c24_a_batch_norm_counts_where_it_runs(device):
@@ -251,6 +262,46 @@ def test_c24_autocast_within_and_around(device):
     assert_one_recording(side_by_side(make, keep="always"), flips(device, (2, 4)))
 
 
+def test_c24_weights_that_autocast_casts_in_a_branch(device):
+    """Each casts its own: another's is only there where that is taken."""
+
+    def make():
+        net = nn.Linear(4, 4).to(device)
+
+        def f(x, p):
+            with torch.autocast(device.type, torch.bfloat16):
+                y = pg.cond(p > 0, lambda: (net(x) + 1).detach(), lambda: net(x * 2).detach())
+                return y, net(x).detach()
+
+        return f, net
+
+    assert_one_recording(side_by_side(make, keep="always"), flips(device, (2, 4)))
+
+
+def test_c24_what_follows_is_captured_as_after_the_branch_that_is_taken(device):
+    """Where it would raise after the other."""
+    if device.type == "cuda":
+        pytest.skip("a capture on a GPU knows no values")
+
+    def make():
+        table, place = ramp(device, 4), torch.zeros(1, dtype=torch.int64)
+
+        def f(x, p):
+            def one():
+                return place.copy_((p < 0) * 100) + 1
+
+            def other():
+                return place.copy_((p > 0) * 100) + 1
+
+            index = pg.cond(p > 0, one, other)
+            return table.index_select(0, place) + table.index_select(0, index)
+
+        return f, place
+
+    assert_one_recording(side_by_side(make, keep="always"), flips(device))
+    assert_one_recording(side_by_side(make, keep="always"), flips(device, turns=[-turn for turn in TURNS]))
+
+
 def test_c24_changed_weights_and_shapes(device):
     def make():
         net = nn.Linear(4, 4).to(device).requires_grad_(False)
@@ -300,3 +351,34 @@ def test_c24_a_module_without_gradients(device):
     for x, p in flips(device, (2, 4)):
         assert torch.equal(net(x, p), net.linear(x if p > 0 else x * 2))
     assert counts(net) == (1, 1, len(TURNS) - 1), reasons(net)
+
+
+def test_c24_an_audit_knows_whose_an_operator_is(device):
+    """One goes from one branch to the other, by what Python does not show."""
+    total = torch.zeros(4, device=device)
+
+    def f(p):
+        first = decimal.getcontext().prec == 2
+
+        def one():
+            total.add_(1)
+            if first:
+                total.mul_(2)
+
+        def other():
+            if not first:
+                total.mul_(2)
+            total.sub_(1)
+
+        pg.cond(p > 0, one, other)
+
+    recorded, up = pg.record(f, audit=1), torch.ones((), device=device)
+    with decimal.localcontext() as context:
+        context.prec = 2
+        for _ in range(4):
+            recorded(up)
+        context.prec = 3
+        total.zero_()
+        with pytest.warns(pg.Stale):
+            recorded(up)
+    assert torch.equal(total, torch.ones_like(total))

@@ -114,8 +114,27 @@ def repeated_never(x, n):
     )
 
 
-FUNCTIONS = (counted, until_a_value_says_so, swapped, with_views, written, of_a_tree, with_what_is_outside, drawing,
-             drawing_in_the_condition, with_branches, in_each_other, repeated, repeated_never)  # fmt: skip
+def by_a_flag_of_the_state(x, n):
+    start = zero(x), torch.ones((), dtype=torch.bool, device=x.device), x
+    return pg.while_loop(lambda i, go, a: go, lambda i, go, a: (i + 1, i + 1 < n, a * 2), start)
+
+
+def written_by_the_condition(x, n):
+    def goes_on(i, a):
+        i.add_(1)
+        return i <= n
+
+    return pg.while_loop(goes_on, lambda i, a: (i, a * 2), (zero(x), x))
+
+
+def of_expanded_and_strided(x, n):
+    start = zero(x), x.expand(3, 4), x.expand(2, 4).contiguous()[:, ::2]
+    return pg.while_loop(lambda i, a, b: i < n, lambda i, a, b: (i + 1, a * 2, b.clone()), start)
+
+
+FUNCTIONS = (counted, by_a_flag_of_the_state, written_by_the_condition, of_expanded_and_strided, until_a_value_says_so,
+             swapped, with_views, written, of_a_tree, with_what_is_outside, drawing, drawing_in_the_condition, with_branches,
+             in_each_other, repeated, repeated_never)  # fmt: skip
 
 
 @pytest.mark.parametrize("hold", [False, True], ids=["", "held"])
@@ -208,12 +227,12 @@ class Circle:
 
 
 def test_c24_garbage_is_nothing_that_a_turn_needs(device):
-    """What the call has let go of before may be collected in the middle of a turn."""
+    """Of what a turn leaves in a circle, and of what the call has left so before."""
 
     def f(x, n):
         for _ in range(30):
             Circle(x * 2)
-        return pg.while_loop(lambda i, a: i < n, lambda i, a: ([[] for _ in range(3000)], (i + 1, a + x))[1], (zero(x), x))
+        return pg.while_loop(lambda i, a: i < n, lambda i, a: (i + 1, a + Circle(x * 3).tensor), (zero(x), x))
 
     assert_one_recording(plain(f, keep="always"), calls(device))
 

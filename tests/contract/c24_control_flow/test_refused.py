@@ -184,6 +184,17 @@ def left_off(x):
     return x * 2
 
 
+def in_inference(x):
+    with torch.inference_mode():
+        return x * 2
+
+
+def with_attributes(x):
+    y = x * 2
+    y.tag = 1
+    return y
+
+
 @pg.live
 def marked(x):
     return x + 1
@@ -208,6 +219,9 @@ OTHERS = {
     "type": (lambda x: x + 1, lambda x: (x + 1).double(), "torch.float32 and torch.float64"),
     "shape": (lambda x: x + 1, lambda x: x[:2] + 1, "(4,) and (2,)"),
     "strides": (lambda x: x.view(2, 2) + 1, lambda x: (x.view(2, 2) + 1).t().contiguous().t(), "another than that of"),
+    "inference": (in_inference, lambda x: x * 2, "True and False"),
+    "kind": (lambda x: nn.Parameter(x * 2, requires_grad=False), lambda x: x * 2, "Parameter"),
+    "attributes": (with_attributes, lambda x: x * 2, "which has attributes"),
     "structure": (lambda x: x + 1, lambda x: (x + 1,), "something else than tensors"),
     "number": (lambda x: (x + 1, 3), lambda x: (x + 1, 4), "something else than tensors"),
     "exception": (raises, lambda x: x * 2, "raises ValueError in a branch or loop"),
@@ -240,6 +254,21 @@ def test_c24_what_branches_may_not_do(device, name):
 
 def test_c24_a_tensor_from_outside_is_passed_or_cloned(device):
     assert_runs_live(plain(lambda x, p: pg.cond(p > 0, lambda: x, lambda: x + 1)), flips(device), "pass it as an operand")
+
+
+def test_c24_a_tensor_from_outside_as_the_next_state(device):
+    """Live it is the state from then on, which a turn writes."""
+
+    def f(x, p):
+        made = x * 3
+
+        def turn(i, a):
+            a.add_(1)
+            return i + 1, made
+
+        return pg.while_loop(lambda i, a: i < p + 2, turn, (torch.zeros((), device=x.device), x)), made
+
+    assert_runs_live(plain(f), flips(device), "pass it as an operand")
 
 
 def test_c24_a_number_that_each_turn_changes(device):
