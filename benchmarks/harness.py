@@ -235,17 +235,18 @@ def prepare(report: Report, methods: dict[str, Callable[[], Step]]) -> dict[str,
 
 
 def measure(
-    report: Report, steps: dict[str, Step], calls: int = 40, repeats: int = 5, warmup: int = 8, reference: str = REFERENCE
-) -> None:
+    report: Report, steps: dict[str, Step], calls: int = 40, repeats: int = 5, warmup: int = 8, reference: str = REFERENCE,
+    settled: int = _SETTLED,
+) -> None:  # fmt: skip
     """Time the steps, taking turns, and add their rows with the ratio to the reference.
 
-    Before that they take turns until nothing is recorded any more: recordings of several methods share memory, and what one
-    leaves behind may be in the way of another.
+    Before that they take turns until nothing is recorded any more, and each was called `settled` times: recordings of several
+    methods share memory, and what one leaves behind may be in the way of another.
     """
     if report.arguments.quick:
         calls, repeats = max(calls // 4, 5), 3
+        settled = 0
     turns, before = 0, -1
-    settled = 0 if report.arguments.quick else _SETTLED
     while turns < _TURNS and (totals().recorded != before or turns * warmup < settled):
         turns, before = turns + 1, totals().recorded
         for step in steps.values():

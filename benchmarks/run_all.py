@@ -29,6 +29,7 @@ SCRIPTS = (
     "llama_decode",
     "pairs",
     "gpt2_step",
+    "control_flow_uses",
 )
 LEAST_SECONDS = 20  # not worth starting with less
 

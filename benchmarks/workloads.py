@@ -103,6 +103,7 @@ class Decoding:
     step: Callable[[Tensor, Tensor], Tensor]
     token: Tensor  # (1, 1) the first token to feed
     position: Tensor  # (1, 1) where it stands
+    cache: Any  # transformers' StaticCache
 
 
 def llama_model(device: str) -> nn.Module:
@@ -143,4 +144,4 @@ def llama_decoding(model: nn.Module, device: str, prompt: int = 16, wrap: Callab
         position.add_(1)
         return chosen
 
-    return Decoding(step, torch.tensor([[5]], device=device), torch.tensor([[prompt]], device=device))
+    return Decoding(step, torch.tensor([[5]], device=device), torch.tensor([[prompt]], device=device), cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
 from types import MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -36,6 +36,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=torch.nn.Module)
 Shapes = Mapping[str, Mapping[int, Iterable[int]]]
+Names = str | Iterable[str]
+Carry = Names | Mapping[str, int | str | None]
+Results = str | Sequence[object]
 
 
 @overload
@@ -47,13 +50,15 @@ def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "err
 def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
-           split_at: Iterable[object] = (), shapes: Shapes | None = None) -> Recorded[P, R]: ...  # fmt: skip
+           split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,
+           carry: Carry = (), shared: Names = (), results: Results = "stack") -> Recorded[P, R]: ...  # fmt: skip
 @overload
 def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
-           split_at: Iterable[object] = (),
-           shapes: Shapes | None = None) -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
+           split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,
+           carry: Carry = (), shared: Names = (),
+           results: Results = "stack") -> Callable[[Callable[P, R]], Recorded[P, R]]: ...  # fmt: skip
 
 
 @ended_by
@@ -104,6 +109,16 @@ def record(fn: object = None, /, **options: Any) -> object:
             changes the result (a mean over the padded dimension does). Then, where gradients are wanted, and where the
             function writes something or draws random numbers, such calls are recorded with their own sizes, and `RunsLive`
             says why. Rows of padded results agree with live ones as far as the kernels for the two sizes do.
+        steps: a call is so many steps: `fn` is called `steps` times, one after the other, in one launch. Tensors among the
+            arguments, nested ones too, have a leading dimension of `steps`, and each step gets its slices, which are views. All
+            other arguments are the same for each step. Live it is a loop. Not for modules, nor with `shapes`.
+        carry: parameters that are fed from the result of the step before; the first step gets the argument as it is. A name:
+            the whole result is fed to it. Several names: the items of the result, in this order. ``{"state": 1}``: item 1 of
+            the result, or the attribute of that name.
+        shared: names of parameters whose tensors each step gets as they are: a cache, weights.
+        results: ``"stack"``: tensors of the steps' results come back along a new leading dimension, copied after each step;
+            other values as a list; None as None. ``"last"``: the last step's result. ``("last", "stack")``: likewise for each
+            item of the result.
 
     Returns:
         A `Recorded` with the signature of `fn`; a module itself. Tensors in its results lie on the same device as `fn`'s
@@ -111,13 +126,17 @@ def record(fn: object = None, /, **options: Any) -> object:
 
     Raises:
         TypeError: `fn` is not callable, or an option has the wrong type.
-        ValueError: an option is out of range, or `shapes` names what is no parameter.
+        ValueError: an option is out of range, or `shapes`, `carry` or `shared` names what is no parameter. With `steps`, a call
+            raises it where an argument has another leading dimension.
 
     Examples:
         >>> import torch, phonograph as pg
         >>> step = pg.record(lambda x: (x * 2).sum())
         >>> [step(torch.ones(3)).item() for _ in range(3)]
         [6.0, 6.0, 6.0]
+        >>> scan = pg.record(lambda total, x: total + x, steps=4, carry="total")
+        >>> scan(torch.tensor(0), torch.arange(1, 5))
+        tensor([ 1,  3,  6, 10])
     """
     has_called(sys._getframe(1))
     chosen = Options.given("record", options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from inspect import Parameter, Signature
@@ -13,7 +13,7 @@ import torch
 
 from ._torch.operators import OpOverload, OpOverloadPacket
 
-__all__ = ["Options", "at_least", "did_you_mean", "overloads", "parameters", "switched_off"]
+__all__ = ["Options", "at_least", "did_you_mean", "overloads", "parameters", "switched_off", "unknown_parameter"]
 
 _OURS = {"ours": True}  # what is set by us, and no option of the user's
 
@@ -35,6 +35,13 @@ class Options:
     """After the check: names of overloads, which can be pickled."""
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its dimensions, which are pairs of a number and sizes."""
+    steps: int | None = None
+    carry: Any = ()
+    """After the check: pairs of a parameter's name and the key of the item that feeds it (None: the whole result)."""
+    shared: Any = ()
+    """After the check: names of parameters."""
+    results: Any = "stack"
+    """After the check: "stack" or "last", or a tuple of these, nested as the result is."""
     takes_turns: bool = field(default=False, metadata=_OURS)
     """Set by a schedule: several forwards will wait for their backwards at the same time."""
     is_part: bool = field(default=False, metadata=_OURS)
@@ -70,6 +77,7 @@ class Options:
             object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
         elif not isinstance(self.shapes, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in self.shapes):
             raise TypeError(_LIKE)
+        self._check_steps()
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"name must be a str, not {type(self.name).__name__}")
         if isinstance(self.split_at, (str, bytes)) or not isinstance(self.split_at, Iterable):
@@ -78,6 +86,22 @@ class Options:
             raise ValueError('split_at needs fallback="split"')
         names = {f"{x._schema.name}.{x._overloadname}" for one in self.split_at for x in overloads(one)}
         object.__setattr__(self, "split_at", frozenset(names))
+
+    def _check_steps(self) -> None:
+        """Check what says how a call of several steps is put together."""
+        object.__setattr__(self, "carry", _carried(self.carry))
+        object.__setattr__(self, "shared", _names("shared", self.shared))
+        object.__setattr__(self, "results", _kept(self.results))
+        if self.steps is not None:
+            at_least("steps", self.steps, 1)
+        elif self.carry or self.shared or self.results != "stack":
+            given = "carry" if self.carry else "shared" if self.shared else "results"
+            raise ValueError(f"{given} needs steps")
+        if self.steps is not None and self.shapes:
+            raise ValueError("steps and shapes cannot be given together")
+        both = {name for name, _ in self.carry} & {*self.shared}
+        if both:
+            raise ValueError(f"carry and shared both name {min(both)!r}")
 
 
 def _users() -> list[str]:
@@ -129,6 +153,41 @@ def _sizes(name: object, dims: object) -> tuple[tuple[int, tuple[int, ...]], ...
             raise ValueError(f"shapes gives no sizes for dimension {dim} of {name}")
         found.append((dim, tuple(sorted(set(sizes)))))
     return tuple(found)
+
+
+def _names(option: str, given: object) -> tuple[str, ...]:
+    """Names of parameters: one, or several."""
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{option} must be the name of a parameter, or a list of names, not {given!r}")
+    return names
+
+
+def _carried(given: object) -> tuple[tuple[str, object], ...]:
+    """Which parameter is fed from which item of the result: None for the whole, or an item's key."""
+    if isinstance(given, str):
+        return ((given, None),)
+    if isinstance(given, Mapping):
+        given = tuple(given.items())
+    if isinstance(given, tuple) and given and all(isinstance(x, tuple) and len(x) == 2 for x in given):
+        _names("carry", [name for name, _ in given])
+        return given
+    return tuple((name, i) for i, name in enumerate(_names("carry", given)))
+
+
+def _kept(given: object) -> object:
+    """Which results of the steps are returned."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(map(_kept, given))
+    if given not in ("stack", "last"):
+        raise ValueError(f"results must be 'stack' or 'last', or one of these for each item of the result, not {given!r}")
+    return given
+
+
+def unknown_parameter(option: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error that an option names what is no parameter."""
+    there = ", ".join(dict.fromkeys(known)) or "none"
+    return ValueError(f"{option} names {name!r}, which is no parameter; there are: {there}")
 
 
 def overloads(operator: object) -> list[OpOverload]:

@@ -20,7 +20,7 @@ class Stats:
     captured included; `refusals` maps reasons to the number of calls they made run live (a reason not to pad counts once);
     `bytes_copied` are bytes of arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's
     devices share; `recording_seconds` were spent on captures, those that failed included (two `Stats` are equal whatever these
-    are).
+    are); a call is `steps` steps of the function.
     """
 
     calls: int = 0
@@ -31,6 +31,7 @@ class Stats:
     bytes_copied: int = 0
     pool_bytes: int = 0
     recording_seconds: float = field(default=0.0, compare=False)
+    steps: int = 1
 
 
 @dataclass

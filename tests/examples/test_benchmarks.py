@@ -15,7 +15,8 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPTS = {
     "tiny_kernels": (), "digits_cpu": (), "ppo_update": (), "pairs": ("--only", "PPO"), "plain_adam": ("--only", "PPO"),
-    "loss_curves": (), "llama_decode": (), "host_time": ("--only", "13 parameters", "8 tiny kernels", "a written argument"),
+    "loss_curves": (), "llama_decode": (), "control_flow_uses": ("--only", "toy", "ppo", "scaler"),
+    "host_time": ("--only", "13 parameters", "8 tiny kernels", "a written argument"),
 }  # fmt: skip
 """The quickest, and their arguments."""
 NEEDS = {"llama_decode": "transformers"}

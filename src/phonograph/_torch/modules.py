@@ -31,6 +31,7 @@ __all__ = [
     "other_calling",
     "own_call",
     "parametrizations_are_cached",
+    "scaled_step",
     "step_hooks",
     "steps_captured",
     "steps_itself",
@@ -42,6 +43,26 @@ member_accessor = torch.nn.utils._named_member_accessor
 """The module whose `swap_tensor` puts tensors into modules, for `functional_call`."""
 
 unscale_grads: Callable[..., object] = torch.amp.GradScaler._unscale_grads_
+
+
+@contextmanager
+def scaled_step(make: Callable[[Callable[..., Private]], Callable[..., Private]]) -> Iterator[None]:
+    """During the block, gradient scalers call what this has made of the method by which they step, or skip it."""
+    kind: Private = torch.amp.GradScaler
+    plain = getattr(kind, _SCALED_STEP, None)
+    if plain is None:
+        yield
+        return
+    made = make(plain)
+    setattr(kind, _SCALED_STEP, made)
+    try:
+        yield
+    finally:
+        if getattr(kind, _SCALED_STEP) is made:
+            setattr(kind, _SCALED_STEP, plain)
+
+
+_SCALED_STEP = "_maybe_opt_step"
 
 CALLED_THROUGH = "_compiled_call_impl"
 """The attribute of a module that says what its calls go through."""

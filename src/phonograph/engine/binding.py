@@ -13,6 +13,7 @@ from types import MethodType
 
 import torch
 
+from ..call.unrolled import Unrolled
 from ..options import Options
 from ..python.identity import identity
 
@@ -50,7 +51,9 @@ class Binding:
         if not isinstance(mine, Binding) or mine._made_for is not self or mine._instance() is not instance:
             if torch.compiler.is_dynamo_compiling():
                 return _plain_method(self, instance)
-            mine = kept[self._place] = self._kind(MethodType(self._function, instance), self.options)
+            f = self._function
+            method = f.bound(instance) if isinstance(f, Unrolled) else MethodType(f, instance)
+            mine = kept[self._place] = self._kind(method, self.options)
             mine._made_for = self
             self._bound.add(mine)
         return mine

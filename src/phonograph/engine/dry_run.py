@@ -31,6 +31,7 @@ from ..call.signature import Call, modes
 from ..capture.dispatch import OperatorWatch
 from ..capture.effects import together
 from ..capture.python_events import HEARS_ALL_THREADS, Listener, alone, watching_python
+from ..capture.skipped_steps import skipping_on_the_device
 from ..devices.base import CapturePlan
 from ..devices.cuts import Cuts
 from ..errors import Overlooked, Refusal, Unseen
@@ -247,6 +248,7 @@ class DryRun:
         with (
             guarding(self._dials, reach),
             watch.casts.following(),
+            skipping_on_the_device(watch),
             nullcontext() if tracing is None else tracing.saving(),
             Cuts(request.terms.notes, reach, watch, self._outer, backward is not None),  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),

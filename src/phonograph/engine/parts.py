@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from .._torch.dynamo import run_where_traced
 from ..aten.operators import meaning
@@ -118,7 +119,7 @@ class Parts(Binding, Observed):
 
     def stats(self) -> Stats:
         self._tidy()
-        return together([self, *self._instances], Counters())
+        return replace(together([self, *self._instances], Counters()), steps=self.options.steps or 1)
 
     def explain(self) -> str:
         stats, costs = self.stats(), self._costs()
@@ -127,7 +128,8 @@ class Parts(Binding, Observed):
         recordings += figures.relied_on([player for player, _ in costs], self._maker.mentions)
         backwards = [backward.explain() for backward in self._backwards]
         others = [one._report for one in self._instances]
-        return "\n".join(self._report.explain(stats, learned, recordings, backwards, others))
+        steps = () if self.options.steps is None else (f"a call is {self.options.steps} steps",)
+        return "\n".join(self._report.explain(stats, [*steps, *learned], recordings, backwards, others))
 
     def _costs(self) -> list[tuple[Player, Costs]]:
         """The recordings, and what is known of their costs. (While something is captured, nobody may ask how far a device has

@@ -35,7 +35,7 @@ from ..engine.recorded import Recorded
 from ..errors import Mismatch, Refusal, Unpadded
 from ..guards.carried_state import Carried
 from ..memory.loans import Borrowed
-from ..options import Options, switched_off
+from ..options import Options, switched_off, unknown_parameter
 from ..state.reentrancy import inside
 from ..values.keys import NoSignature
 from .progress import progress
@@ -297,6 +297,5 @@ def _declared(function: Callable[..., object], options: Options) -> list[_Declar
     others = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name, _ in options.shapes:
         if name not in places and name not in by_name and not others:
-            known = ", ".join(dict.fromkeys([*places, *by_name])) or "none"
-            raise ValueError(f"shapes names {name!r}, which is no parameter; there are: {known}")
+            raise unknown_parameter("shapes", name, [*places, *by_name])
     return [_Declared(name, places.index(name) if name in places else sys.maxsize, dims) for name, dims in options.shapes]

@@ -87,7 +87,8 @@ def _fresh(context: Thing) -> Thing:
 
 
 def is_dataclass(kind: type) -> bool:
-    return dataclasses.is_dataclass(kind) and kind not in SUPPORTED_NODES
+    """(As `dataclasses.is_dataclass`, whose code asks for types: in a captured call numbers would not be followed then.)"""
+    return hasattr(kind, "__dataclass_fields__") and kind not in SUPPORTED_NODES
 
 
 def _is_namedtuple(kind: type) -> bool:

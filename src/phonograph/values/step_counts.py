@@ -23,7 +23,7 @@ import torch
 from .._torch.dynamic import Private
 from ..python.identity import identity
 
-__all__ = ["StepCounts", "begins", "single"]
+__all__ = ["StepCounts", "begins", "counts_on_the_host", "single"]
 
 _KEPT = ("step", "mu_product")  # what is kept so; the latter by NAdam, the product of its momenta
 _KEEPING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad",
@@ -46,6 +46,11 @@ def begins(optimizer: torch.optim.Optimizer) -> bool:
         return False
     state = optimizer.state
     return any(not (state.get(p)) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def counts_on_the_host(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves counts on that it keeps on the host."""
+    return any(map(_counts_there, optimizer.param_groups)) and isinstance(optimizer, _KEEPING)
 
 
 class StepCounts:
@@ -111,9 +116,13 @@ def _kept_by(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]
     it is `differentiable` it works with them as tensors.)"""
     if not isinstance(optimizer, _KEEPING):
         return []
-    groups = [g for g in optimizer.param_groups if not (g.get("capturable") or g.get("fused") or g.get("differentiable"))]
+    groups = filter(_counts_there, optimizer.param_groups)
     states = [s for g in groups for p in g["params"] if isinstance(s := optimizer.state.get(p), dict)]
     return [(name, t) for s in states for name in _KEPT if _is_count(t := s.get(name))]
+
+
+def _counts_there(group: dict[str, object]) -> bool:
+    return not (group.get("capturable") or group.get("fused") or group.get("differentiable"))
 
 
 def _is_count(t: object) -> TypeGuard[torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from .._torch import dynamo as torch_dynamo
 from .._torch import modules as torch_modules
+from ..call.unrolled import Unrolled
 from ..engine.recorded import Recorded
 from ..engine.uncalled_modules import leave
 from ..guards.module_epochs import Wrapped
@@ -28,7 +29,13 @@ def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any,
         raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
     if isinstance(fn, Recorded):
         fn = fn.__wrapped__
+    if isinstance(fn, Unrolled):
+        fn = fn.function
     make = Padded if options.shapes else kind
+    if options.steps is not None:
+        if isinstance(fn, torch.nn.Module):
+            raise TypeError("steps is for a function: record the step that calls the module")
+        return make(Unrolled(fn, options.steps, options), options)
     if isinstance(fn, torch.nn.Module):
         leave(fn)
         before = torch_modules.goes_through(fn)  # `module.compile()`, or an earlier pg.record

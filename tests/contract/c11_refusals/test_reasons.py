@@ -216,7 +216,7 @@ def closeness(device):
 @way("scaler.step(opt)", remedy="fused=True")
 def a_gradient_scaler(device):
     net = nn.Linear(4, 1, device=device)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    opt = torch.optim.Adam(net.parameters())
     scaler = torch.amp.GradScaler(device.type)
 
     def step(x):
