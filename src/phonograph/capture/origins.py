@@ -110,6 +110,15 @@ class Origins:
         if ends > max(begins, done):
             segment.append((ends, (operator, whose, backward)))
 
+    def unnamed(self, captured: int) -> list[range]:
+        """What the last segment has captured without an operator, where it has come to this number."""
+        done, found = 0, []
+        for end, (operator, *_) in (*self._segments[-1], (captured, ("",))):
+            if not operator:
+                found.append(range(done, end))
+            done = end
+        return found
+
     def _whose(self, frame: FrameType, outermost: CodeType | None) -> tuple[Whose, bool]:
         thread, node = threading.get_ident(), running_node()
         found, of_user = at_work_in(frame, outermost, is_users)

@@ -187,7 +187,8 @@ class DryRun:
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
         self._check(arguments, modes_before, listener)
         if watch.digest is not None:
-            watch.digest.end(returned.shape, [identity(x.thing) if type(x) is Given else x for x in result])
+            leaves = [identity(x.thing) if type(x) is Given else x for x in result]
+            watch.digest.end(returned.shape, leaves, watch.kernels())
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)

@@ -290,7 +290,7 @@ class Recorded(Parts, Generic[P, R]):
         if found is not None and verdict is audit.Verdict.STALE:
             audit.warn(self.name, found, player.played - player.right)
             self._shelf.drop(call.key, lambda _: True)
-            refusal = self._backoff.changed(audit.UNNOTICED, self._backoff.history(call.key), call)
+            refusal = self._backoff.changed(audit.cause(found), self._backoff.history(call.key), call)
             if refusal is not None:
                 raise refusal
         return verdict is audit.Verdict.PLAY

@@ -364,14 +364,3 @@ def test_c10_no_false_alarm(device, audits, make):
         others(x, head)
     assert pg.stats(audited).recorded == pg.stats(others).recorded, pg.explain(audited)
     assert len(audits) >= 5
-
-
-def test_c10_compiled_code_is_not_audited(cuda, audits):
-    """What torch calls around it is not the same each time."""
-    compiled = torch.compile(lambda x: x.sin() * 2)
-    step = pg.record(lambda x: compiled(x) + 1, audit=1, keep="always")
-    for n in range(6):
-        step(ramp(cuda, 3, start=n))
-    assert pg.stats(step).replayed >= 4, pg.explain(step)
-    assert "not audited: compiled code runs in it" in pg.explain(step)
-    assert audits == []

@@ -49,7 +49,10 @@ _STEP = 4  # numbers that a thread draws at once
 def slot(t: torch.Tensor) -> torch.Tensor:
     """New memory with the metadata of `t`, beginning as far from an aligned address as `t` does."""
     shift, end = place_for(t)
-    return torch.empty(end, dtype=t.dtype, device=t.device).as_strided(t.size(), t.stride(), shift)
+    memory = torch.empty(end, dtype=t.dtype, device=t.device).untyped_storage()
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
+        memory, shift, t.size(), t.stride()
+    )  # a view is treated otherwise
 
 
 class Capture:
@@ -75,7 +78,7 @@ class Capture:
         self.watch.follow(plan.dials)
         self._graphs = Graphs(stream.stream, memory.handle, generators.known, states, plan.dials)
         self.watch.next_segment, self.watch.streams = self._graphs.next, self._graphs.others
-        self.watch.captured = self._graphs.nodes
+        self.watch.captured, self.watch.launches = self._graphs.nodes, self._launches
         self.watch.known_states, self.watch.room = states, room
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
@@ -143,6 +146,13 @@ class Capture:
         drawn = [*watch.generators, *(g for own in watch.own for g in own.forward)]
         named_here = [g for g in states.generators[1:] if among(g, drawn)]
         return Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
+
+    def _launches(self, places: list[range]) -> list[tuple[str, object]]:
+        """The kernels at these places of the present graph: their names, and what they are given. Addresses in the pool, which
+        are others in each capture, are left out."""
+        launches = self._graphs.launches(places)
+        pool = self._memory.spans() if launches else Spans()
+        return [(name, (sizes, [None if pool.meets(n, 1) else n for n in given])) for name, sizes, given in launches]
 
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""

@@ -11,15 +11,17 @@ import ctypes
 import math
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import NamedTuple
 
 from ..._torch.dynamic import Private
 
-__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "context",
-           "counting", "disable", "is_capturing", "kernel_name", "kind", "launcher", "new_stream", "nodes", "set_context",
-           "unsafe_calls", "waits_for"]  # fmt: skip
+__all__ = ["KERNEL", "DriverError", "Event", "KernelNumbers", "Launch", "Pointers", "capture_nothing", "captured_graph",
+           "captured_nodes", "context", "counting", "disable", "is_capturing", "kernel_name", "kind", "launch_of", "launcher",
+           "new_stream", "nodes", "set_context", "unsafe_calls", "waits_for"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
@@ -148,7 +150,7 @@ def nodes(graph: int | None) -> list[int]:
     return [n for n in nodes if n is not None]
 
 
-_KERNEL, _MEMCPY = 0, 1  # CUgraphNodeType
+KERNEL, _MEMCPY = 0, 1  # CUgraphNodeType
 
 
 def kind(node: int) -> int:
@@ -170,7 +172,7 @@ def set_context(to: int | None) -> None:
     _checked(code, "cuCtxSetCurrent")
 
 
-def _captured_graph(stream: int) -> int | None:
+def captured_graph(stream: int) -> int | None:
     """The graph that the capture on a stream makes."""
     status, graph = ctypes.c_int(0), ctypes.c_void_p()
     info = _function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
@@ -181,13 +183,13 @@ def _captured_graph(stream: int) -> int | None:
 
 def captured_nodes(stream: int) -> set[int]:
     """The nodes that the capture on a stream has made so far."""
-    return set(nodes(_captured_graph(stream)))
+    return set(nodes(captured_graph(stream)))
 
 
 def counting(stream: int) -> Callable[[], int]:
     """A function that says how many nodes the capture on a stream has made so far, for as long as it goes on."""
     count = ctypes.c_size_t(0)
-    ask = _bound("cuGraphGetNodes", ctypes.c_void_p(_captured_graph(stream)), None, ctypes.byref(count))
+    ask = _bound("cuGraphGetNodes", ctypes.c_void_p(captured_graph(stream)), None, ctypes.byref(count))
 
     def nodes() -> int:
         ask()
@@ -260,6 +262,10 @@ class _Kernel:
         self._params = params
         self._node = node
 
+    def sizes(self) -> tuple[int, ...]:
+        """Blocks, threads of a block, bytes of shared memory."""
+        return *self._params.grid, *self._params.block, self._params.shared
+
     def words(self) -> list[Private]:
         """The parameters as words of 8 bytes, which can be read and set."""
         rows = [(ctypes.c_uint64 * (len(b) // _WORD)).from_buffer(b) for b in self.buffers if len(b) >= _WORD]
@@ -270,6 +276,22 @@ class _Kernel:
         (0: success). About 0.6 us."""
         return _bound("cuGraphExecKernelNodeSetParams_v2", ctypes.c_void_p(graph_exec), ctypes.c_void_p(self._node),
                       ctypes.byref(self._params))  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    name: str
+    sizes: tuple[int, ...]
+    """Blocks, threads of a block, bytes of shared memory."""
+    given: list[int]
+    """The parameters of up to eight bytes, as integers. (A larger one may have bytes that nobody has set.)"""
+
+
+def launch_of(node: int) -> Launch:
+    kernel = _Kernel(node)
+    given = [int.from_bytes(b.raw, sys.byteorder) for b in kernel.buffers if len(b) <= _WORD]
+    return Launch(kernel_name(node).decode(errors="replace"), kernel.sizes(), given)
 
 
 def kernel_name(node: int) -> bytes:
@@ -341,7 +363,7 @@ def holds(graph: int, numbers: Iterable[float]) -> bool:
     if not patterns:
         return False
     anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
-    kernels = (_Kernel(node) for node in nodes(graph) if kind(node) == _KERNEL)
+    kernels = (_Kernel(node) for node in nodes(graph) if kind(node) == KERNEL)
     return any(m.start() % 4 == 0 for kernel in kernels for b in kernel.buffers for m in anywhere.finditer(b.raw))
 
 
@@ -364,7 +386,7 @@ class KernelNumbers:
         self._places: list[tuple[list[Private], set[float], Callable[[], int]]] = []
         self._last: dict[float, float] = {}
         self.found: set[float] = set()
-        for node in (n for n in nodes if kind(n) == _KERNEL):
+        for node in (n for n in nodes if kind(n) == KERNEL):
             kernel = _Kernel(node)
             # (To set a slice of a ctypes array takes it a call for each byte.)
             raw = [(memoryview(b).cast("B"), b.raw) for b in kernel.buffers]
@@ -391,7 +413,7 @@ class KernelNumbers:
                 _checked(code, "cuGraphExecKernelNodeSetParams")
 
 
-_COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {_KERNEL: _Kernel, _MEMCPY: _Memcpy}
+_COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {KERNEL: _Kernel, _MEMCPY: _Memcpy}
 
 
 class Pointers:
