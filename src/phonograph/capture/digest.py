@@ -167,7 +167,7 @@ class Recompiled(Refusal):
     """It runs compiled code that was compiled later: for other sizes as well, say."""
 
     def __init__(self) -> None:
-        super().__init__("runs code that was compiled anew")
+        super().__init__("")
 
 
 class Same(Refusal):

@@ -140,8 +140,8 @@ def cause(found: Refusal) -> str:
 def warn(name: str, found: Refusal, replays: int) -> None:
     """Say that a recording is stale. To be compiled anew, for other sizes say, most code has a better reason than that."""
     if isinstance(found, Recompiled):
-        logger.warning("%s %s, and is recorded again; a value that the code before took for a constant may have been another "
-                       "in the last %d replays", name, found.reason, replays)  # fmt: skip
+        logger.warning("%s runs code that was compiled anew, and is recorded again; a value that the code before took for a "
+                       "constant may have been another in the last %d replays", name, replays)  # fmt: skip
         return
     warnings.warn(f"{name} is no longer what was recorded: {found}. Something that it reads has changed unnoticed, in the "
                   f"last {replays} replays: what they gave may be that of before. This call runs live.", Stale,

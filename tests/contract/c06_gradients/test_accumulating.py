@@ -202,7 +202,7 @@ def test_c15_calls_that_take_turns_by_a_flag_and_add_to_one_gradient_settle(devi
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 def test_c06_c15_loss_kept_on_the_model_settles(device, options):
-    """As llama2.c's does. An index may be out of range: then a replay puts gradients back, which it notes, and does not hold."""
+    """As llama2.c's does. An index may be out of range: then a replay puts gradients back, and holds none."""
 
     class Remembers(Language):
         last_loss = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Capture:
         self.watch.follow(plan.dials)
         self._graphs = Graphs(stream.stream, memory.handle, generators.known, states, plan.dials)
         self.watch.next_segment, self.watch.streams = self._graphs.next, self._graphs.others
-        self.watch.captured, self.watch.launches = self._graphs.nodes, self._launches
+        self.watch.captured, self.watch.launches = self._graphs.nodes, partial(_launches, self._graphs, memory)
         self.watch.known_states, self.watch.room = states, room
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
@@ -147,13 +148,6 @@ class Capture:
         named_here = [g for g in states.generators[1:] if among(g, drawn)]
         return Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
 
-    def _launches(self, places: list[range]) -> list[tuple[str, object]]:
-        """The kernels at these places of the present graph: their names, and what they are given. Addresses in the pool, which
-        are others in each capture, are left out."""
-        launches = self._graphs.launches(places)
-        pool = self._memory.spans() if launches else Spans()
-        return [(name, (sizes, [None if pool.meets(n, 1) else n for n in given])) for name, sizes, given in launches]
-
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""
         plan, watch = self._plan, self.watch
@@ -161,6 +155,14 @@ class Capture:
         own = {storage_id(t): t.untyped_storage() for t in results if t.device == self._stream.torch_device}
         own = {key: s for key, s in own.items() if s.nbytes() and key not in watch.outside | watch.slot_ids | kept}
         return own if sum(s.nbytes() for s in own.values()) <= plan.copied else {}
+
+
+def _launches(graphs: Graphs, memory: PrivatePool, places: list[range]) -> list[tuple[str, object]]:
+    """The kernels at these places of the present graph: their names, and what they are given. Addresses in the pool, which are
+    others in each capture, are left out."""
+    launches = graphs.launches(places)
+    pool = memory.spans() if launches else Spans()
+    return [(name, (sizes, [None if pool.meets(n, 1) else n for n in given])) for name, sizes, given in launches]
 
 
 def _no_untraced(watch: OperatorWatch, footprint: Spans) -> None:
