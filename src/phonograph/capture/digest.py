@@ -47,6 +47,9 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 class Digest:
     """Of one call, while it is captured and afterwards."""
 
+    compares = False
+    """Whether nothing else will come of the capture."""
+
     def __init__(self) -> None:
         self.names: list[str] = []
         self.hashes = bytearray()
@@ -186,6 +189,8 @@ class NotNow(Refusal):
 
 class Comparison(Digest):
     """Of a call that was recorded: it ends with `Differs` before the first operator that is another, or with `Same`."""
+
+    compares = True
 
     def __init__(self, then: Digest) -> None:
         super().__init__()

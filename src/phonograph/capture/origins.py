@@ -86,6 +86,8 @@ class Origins:
     """Those of one call, in order, for each of its segments: up to which number of what was captured they go."""
 
     def __init__(self) -> None:
+        self.wanted = True
+        """Whether somebody will ask for names. (Without, it is only known what has an operator.)"""
         self._segments: list[list[tuple[int, tuple[str, Whose, bool]]]] = [[]]
         self._numbers: dict[int, _Numbers] = {}
         self._forward: Origins | None = None
@@ -102,7 +104,7 @@ class Origins:
 
     def note(self, operator: str, begins: int, ends: int, frame: FrameType, outermost: CodeType | None) -> None:
         """An operator, called in this frame, has captured what comes from `begins` to `ends`."""
-        whose, backward = self._whose(frame, outermost)
+        whose, backward = self._whose(frame, outermost) if self.wanted else (NOBODY, False)
         segment = self._segments[-1]
         done = segment[-1][0] if segment else 0
         if begins > done:

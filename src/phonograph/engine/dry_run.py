@@ -169,6 +169,7 @@ class DryRun:
         self._prepare(watch)
         if request.terms.digest is not None:
             watch.digest = request.terms.digest()
+            watch.origins.wanted = not watch.digest.compares
             watch.digest.begin(watch.name_of, self._dials, slots)
         seen = self._seen(slots, watch)
         arguments = Arguments(request.call, self._leaves(seen), seen)
