@@ -63,6 +63,10 @@ _OPERATORS = frozenset(
     [*(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")),
      *(f"aten::{name}{way}" for name in _LOSSES for way in ("", "_backward"))])  # fmt: skip
 """Operators whose kernels have a number among their parameters as it is, or in one of the forms that are looked for."""
+_ARITHMETIC = frozenset(f"{name}{way}" for name in ("add", "sub", "mul", "div") for way in ("", "_")) | {
+    "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__",
+    "__itruediv__"}  # fmt: skip
+"""Functions that do with a whole number what they do with the same as a float, if tensors are of floating-point numbers."""
 _WITHOUT_GRADIENT = frozenset({"lerp", "lerp_", "pow", "pow_", "__pow__"})  # autograd works out other numbers with these
 
 _SPECIAL: dict[str, Callable[[float], bool]] = {
@@ -259,7 +263,9 @@ class _Guard(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         graded = name in _WITHOUT_GRADIENT and torch.is_grad_enabled()
-        whole = any(type(x) is Tally for x in dials)
+        if name in _ARITHMETIC and all(t.is_floating_point() for t in args if isinstance(t, torch.Tensor)):
+            args = tuple([x.as_float() if type(x) is Tally else x for x in args])
+        whole = any(type(x) is Tally for x in _dials_in((args, kwargs)))
         if name in _PLAIN and not whole and not (graded and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)):
             return func(*args, **kwargs)
         if not whole and (written_out := WRITTEN_OUT.get(func)) is not None:
