@@ -1,7 +1,7 @@
 """Signals that come during a capture.
 
-Python runs a handler in the middle of whatever the main thread does. In a capture, what it computes would be a part of the call,
-and what it notes (that the job has to stop, say) an effect, which is undone. So it waits.
+Python runs a handler in the middle of whatever the main thread does. In a capture, what it computes would be a part of the
+call, and what it notes (that the job has to stop, say) an effect, which is undone. So it waits.
 """
 
 from __future__ import annotations
