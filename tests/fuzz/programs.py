@@ -17,6 +17,7 @@ import dataclasses
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ Choose = Callable[[Sequence[Any]], Any]
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 MAX_ELEMENTS = 64
 MAX_HELD = 8
-MAX_ACTIONS = 20
+MAX_ACTIONS = 28
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -130,8 +131,29 @@ class Program:
 # The state that all functions of a program share
 
 
+OFFSET = 0.5  # which functions read as a global variable
+
+
+class Cell:
+    """A variable of a closure."""
+
+    def __init__(self) -> None:
+        number = 0.75
+
+        def read() -> float:
+            return number
+
+        def write(new: float) -> None:
+            nonlocal number
+            number = new
+
+        self.read, self.write = read, write
+
+
 class State(torch.nn.Module):
     """Weights, a buffer, and Python values; only `trained` requires grad, and only whole steps use it."""
+
+    bias = 0.5
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -143,6 +165,23 @@ class State(torch.nn.Module):
         self.scale: float = 0.5
         self.flag = False
         self.count = 0
+        self.beta = 1.0
+        self.kind = "relu"
+        self.levels = [0.25, 0.5]
+        self.rates = {"a": 0.25, "b": 0.5}
+        self.sizes = (1, 2)
+        self.inner = SimpleNamespace(depth=1, next=SimpleNamespace(width=0.5))
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+        self.cell = Cell()
+        self.drop = torch.nn.Dropout(0.25)
+        State.bias = 0.5
+        globals()["OFFSET"] = 0.5
+
+    def values(self) -> tuple[Any, ...]:
+        """The Python values."""
+        return (self.scale, self.flag, self.training, self.count, self.beta, self.kind, *self.levels, *self.rates.items(),
+                *self.sizes, self.inner.depth, self.inner.next.width, self.activation, self.cell.read(), self.drop.p, self.bias,
+                OFFSET)  # fmt: skip
 
 
 def _new_values(t: torch.Tensor) -> torch.Tensor:
@@ -168,6 +207,28 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "draw": lambda s: torch.rand(3, device=s.total.device),
     "seed": lambda s: torch.manual_seed(99),
 }
+
+PYTHON: dict[str, Callable[[State], object]] = {
+    "anneal": lambda s: setattr(s, "beta", s.beta * 0.75),
+    "global": lambda s: globals().__setitem__("OFFSET", 1.25 - OFFSET),
+    "class": lambda s: setattr(State, "bias", 1.25 - State.bias),
+    "closure": lambda s: s.cell.write(1.25 - s.cell.read()),
+    "entry of a list": lambda s: s.levels.__setitem__(1, 1.25 - s.levels[1]),
+    "list": lambda s: setattr(s, "levels", s.levels[::-1]),
+    "longer list": lambda s: s.levels.append(0.125),
+    "entry of a dict": lambda s: s.rates.__setitem__("a", 1.25 - s.rates["a"]),
+    "new key": lambda s: s.rates.setdefault("c", 3.0),
+    "tuple": lambda s: setattr(s, "sizes", s.sizes[::-1]),
+    "attribute": lambda s: setattr(s.inner, "depth", 3 - s.inner.depth),
+    "deep attribute": lambda s: setattr(s.inner.next, "width", s.inner.next.width + 0.25),
+    "new object": lambda s: setattr(s.inner, "next", SimpleNamespace(width=1.25 - s.inner.next.width)),
+    "text": lambda s: setattr(s, "kind", "tanh" if s.kind == "relu" else "relu"),
+    "function": lambda s: setattr(s, "activation", torch.relu if s.activation is torch.tanh else torch.tanh),
+    "probability": lambda s: setattr(s.drop, "p", 0.75 - s.drop.p),
+    "eval of a part": lambda s: s.drop.train(not s.drop.training),
+}
+"""Changes of Python state."""
+CHANGES |= PYTHON
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -346,6 +407,18 @@ OPS: dict[str, Callable[[State, torch.Tensor, torch.Tensor, int], torch.Tensor]]
     "mul": lambda s, a, b, k: (a * _fit(b, a)).clamp(-64, 64),
     "attr": lambda s, a, b, k: a * s.scale,
     "flag": lambda s, a, b, k: a + k if s.flag else a.neg(),
+    "coefficient": lambda s, a, b, k: a * s.beta + k * (1 - s.beta),
+    "temperature": lambda s, a, b, k: (a / s.beta).softmax(-1) if a.dim() else a / s.beta,
+    "global": lambda s, a, b, k: a + OFFSET,
+    "class": lambda s, a, b, k: a - s.bias,
+    "closure": lambda s, a, b, k: a * s.cell.read(),
+    "entry": lambda s, a, b, k: a * s.levels[k % 2] + s.rates["a" if k == 1 else "b"],
+    "entries": lambda s, a, b, k: a + sum(s.levels) * len(s.rates),
+    "tuple": lambda s, a, b, k: a.flatten()[: s.sizes[0] + k],
+    "attributes": lambda s, a, b, k: a * s.inner.depth + s.inner.next.width,
+    "text": lambda s, a, b, k: getattr(a, s.kind)(),
+    "function": lambda s, a, b, k: s.activation(a),
+    "module": lambda s, a, b, k: s.drop(a),
     "tanh": lambda s, a, b, k: a.tanh(),
     "relu": lambda s, a, b, k: a.relu() + k,
     "exp": lambda s, a, b, k: a.abs().neg().exp(),
@@ -565,7 +638,7 @@ class Machine:
             "held": [noted(h.tensor) for h in self.held],
             "state": {name: noted(t) for name, t in state.state_dict(keep_vars=True).items()},
             "gradient": None if state.trained.grad is None else noted(state.trained.grad),
-            "values": (state.scale, state.flag, state.training, state.count),
+            "values": state.values(),
             "generator": _generator_state(self.device),
             "log": [noted(entry) if isinstance(entry, torch.Tensor) else entry for entry in LOG],
             "shared": sorted(aliasing({"held": [h.tensor for h in self.held], "state": state})),
@@ -648,9 +721,10 @@ def make_program(choose: Choose) -> Program:
     # A loop, as real programs have one: the same few calls again and again, so that they are replayed.
     block = [palette.call(choose, len(functions)) for _ in range(choose((1, 2, 3)))]
     actions: list[Action] = []
+    always = choose(("", "", "", "", "anneal", *PYTHON))  # changes between all calls
     for _ in range(choose((5, 6, 7))):
         for call in block:
-            actions.append(call)
+            actions += [Change(always), call] if always else [call]
             actions.extend(_interlude(choose, len(functions)))
     seed, warmup, most = choose(range(100)), choose((1, 1, 1, 0, 2)), choose((16, 16, 16, 2))
     return Program(functions, tuple(actions[:MAX_ACTIONS]), seed, warmup, most, choose((0, 0, 100, 65536)), split)
@@ -698,7 +772,7 @@ class _Palette:
 
 def _interlude(choose: Choose, functions: int) -> Iterator[Action]:
     """Mostly nothing; otherwise something happens between two calls."""
-    kind = choose(("",) * 10 + ("drop", "mutate", "keep", "change", "change", "reset"))
+    kind = choose(("",) * 10 + ("drop", "mutate", "keep", "change", "change", "python", "python", "reset"))
     if kind == "drop":
         yield Drop(choose(range(3)))
     elif kind == "mutate":
@@ -707,6 +781,8 @@ def _interlude(choose: Choose, functions: int) -> Iterator[Action]:
         yield KeepGradient()
     elif kind == "change":
         yield Change(choose(tuple(CHANGES)))
+    elif kind == "python":
+        yield Change(choose(tuple(PYTHON)))
     elif kind == "reset":
         yield Reset(choose(range(functions)))
 

@@ -305,8 +305,9 @@ class ControlFlow(CallMemory, Refusals):
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:
         if t.requires_grad:
-            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient", "record the backward in the same "
-                                       "call, and give a loop max_iterations; or call it under torch.no_grad()"))  # fmt: skip
+            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient",
+                                       "record the backward in the same call, and give a loop max_iterations; or call it under "
+                                       "torch.no_grad()"))  # fmt: skip
 
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)

@@ -7,7 +7,10 @@ was there before by its address, which is in the recording as well. Values of te
 made of Python's numbers: they are constants of the recording. A number that a recording follows (`Dials`) is named by its
 formula, for it may be another each time.
 
-Not seen: what compiled code launches inside of it, and what an extension does without an operator.
+Behind the operators come the kernels that were launched without one, by compiled code or an extension: their names, sizes and
+parameters. A graph that was compiled anew meanwhile launches others (`Recompiled`).
+
+Not seen: what an extension does without an operator on the CPU, and which memory of the pool such a kernel is given.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import marshal
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,7 +36,7 @@ from ..values.formulas import Formula
 from ..values.pytree_nodes import Node
 from ..values.wording import operator, source_of
 
-__all__ = ["Comparison", "Differs", "Digest", "NotNow", "Same"]
+__all__ = ["Comparison", "Differs", "Digest", "NotNow", "Recompiled", "Same"]
 
 _BYTES = 8
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -43,9 +47,13 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 class Digest:
     """Of one call, while it is captured and afterwards."""
 
+    compares = False
+    """Whether nothing else will come of the capture."""
+
     def __init__(self) -> None:
         self.names: list[str] = []
         self.hashes = bytearray()
+        self.graphs: list[weakref.ref[object]] = []  # which are compiled
         self.shape: Node | None = None
         self.result = b""
         self._name_of: Callable[[int], int | str | None] = _forgotten
@@ -64,18 +72,28 @@ class Digest:
         """This operator is going to run."""
         if self._dials is None:
             return  # what the capture itself does when the call is over
-        said = identity(func), self._said(args), self._said(kwargs), self._constant(args[0]) if m.constant else None
-        self.names.append(m.name)
-        self.hashes += _hashed(said)
+        self._add(
+            m.name, (identity(func), self._said(args), self._said(kwargs), self._constant(args[0]) if m.constant else None)
+        )
 
-    def end(self, shape: Node | None, leaves: list[object]) -> None:
-        """The call has returned these leaves."""
+    def note_graph(self, graph: object) -> None:
+        """This compiled graph is going to run."""
+        self.graphs.append(weakref.ref(graph))
+
+    def end(self, shape: Node | None, leaves: list[object], kernels: Iterable[tuple[str, object]]) -> None:
+        """The call has returned these leaves, and launched these kernels without an operator."""
+        for name, given in kernels:
+            self._add(name, given)
         self.shape, self.result = shape, _hashed([*map(self._leaf, leaves)])
         self.close()
 
     def close(self) -> None:
         """Keep nothing of the capture."""
         self._name_of, self._dials = _forgotten, None
+
+    def _add(self, name: str, said: object) -> None:
+        self.names.append(name)
+        self.hashes += _hashed(said)
 
     def _constant(self, t: torch.Tensor) -> bytes:
         """The values of a tensor that is made of Python's numbers, where they are not followed."""
@@ -134,6 +152,11 @@ def _forgotten(key: int) -> None:
     """Where the call is over."""
 
 
+def _called(name: str) -> str:
+    """An operator, which is called now, or a kernel, which was launched before."""
+    return source_of(name) if "::" in name else f"the kernel `{name}`"
+
+
 def _hashed(said: Any) -> bytes:
     # In this version the bytes depend on the values alone, and not on who else refers to them.
     return hashlib.blake2b(marshal.dumps(said, 2), digest_size=_BYTES).digest()
@@ -141,6 +164,13 @@ def _hashed(said: Any) -> bytes:
 
 class Differs(Refusal):
     """The call does something else than what was recorded."""
+
+
+class Recompiled(Refusal):
+    """It runs compiled code that was compiled later: for other sizes as well, say."""
+
+    def __init__(self) -> None:
+        super().__init__("")
 
 
 class Same(Refusal):
@@ -160,24 +190,30 @@ class NotNow(Refusal):
 class Comparison(Digest):
     """Of a call that was recorded: it ends with `Differs` before the first operator that is another, or with `Same`."""
 
+    compares = True
+
     def __init__(self, then: Digest) -> None:
         super().__init__()
         self._then = then
 
-    def note(self, m: Meaning, func: object, args: Args, kwargs: Kwargs) -> None:
+    def _add(self, name: str, said: object) -> None:
         at = len(self.names)
-        super().note(m, func, args, kwargs)
-        if len(self.names) == at:
-            return
+        super()._add(name, said)
         then = self._then.names[at] if at < len(self._then.names) else ""
-        if m.name != then:
+        if name != then:
             was = operator(then) if then else "nothing more"
-            raise Differs(f"calls {source_of(m.name)}, and called {was} there when it was recorded")
+            raise Differs(f"calls {_called(name)}, and called {was} there when it was recorded")
         if self.hashes[-_BYTES:] != self._then.hashes[_BYTES * at : _BYTES * (at + 1)]:
-            raise Differs(f"{source_of(m.name)} is given other numbers or tensors than when it was recorded")
+            raise Differs(f"{_called(name)} is given other numbers or tensors than when it was recorded")
 
-    def end(self, shape: Node | None, leaves: list[object]) -> None:
-        super().end(shape, leaves)
+    def note_graph(self, graph: object) -> None:
+        at = len(self.graphs)
+        super().note_graph(graph)
+        if at < len(self._then.graphs) and self._then.graphs[at]() is not graph:
+            raise Recompiled
+
+    def end(self, shape: Node | None, leaves: list[object], kernels: Iterable[tuple[str, object]]) -> None:
+        super().end(shape, leaves, kernels)
         then = self._then
         if len(self.names) < len(then.names):
             raise Differs(f"ends where it called {operator(then.names[len(self.names)])} when it was recorded")

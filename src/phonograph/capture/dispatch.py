@@ -154,6 +154,10 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
             if listening is not None:
                 sys.setprofile(listening)
 
+    def kernels(self) -> list[tuple[str, object]]:
+        """The kernels so far that no operator has launched: their names, and what they are given."""
+        return []
+
     def roll_back(self) -> None:
         """Undo what a failed capture has changed."""
         self.put_versions_back()

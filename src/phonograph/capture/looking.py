@@ -110,7 +110,8 @@ class LookingWatch(OperatorWatch):
         self._given.append(_NOTHING)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        except Refusal:
+        except Refusal as refusal:
+            refusal.drop_references()  # of the call's graph, whose parameters would add up gradients where this call ran
             given = self._given[-1]
             return func(*args, **(kwargs or {})) if given is _NOTHING else given
         finally:

@@ -86,6 +86,8 @@ class Origins:
     """Those of one call, in order, for each of its segments: up to which number of what was captured they go."""
 
     def __init__(self) -> None:
+        self.wanted = True
+        """Whether somebody will ask for names. (Without, it is only known what has an operator.)"""
         self._segments: list[list[tuple[int, tuple[str, Whose, bool]]]] = [[]]
         self._numbers: dict[int, _Numbers] = {}
         self._forward: Origins | None = None
@@ -102,13 +104,22 @@ class Origins:
 
     def note(self, operator: str, begins: int, ends: int, frame: FrameType, outermost: CodeType | None) -> None:
         """An operator, called in this frame, has captured what comes from `begins` to `ends`."""
-        whose, backward = self._whose(frame, outermost)
+        whose, backward = self._whose(frame, outermost) if self.wanted else (NOBODY, False)
         segment = self._segments[-1]
         done = segment[-1][0] if segment else 0
         if begins > done:
             segment.append((begins, ("", NOBODY if segment else Whose(0, NOWHERE, ARGUMENTS), False)))
         if ends > max(begins, done):
             segment.append((ends, (operator, whose, backward)))
+
+    def unnamed(self, captured: int) -> list[range]:
+        """What the last segment has captured without an operator, where it has come to this number."""
+        done, found = 0, []
+        for end, (operator, *_) in (*self._segments[-1], (captured, ("",))):
+            if not operator:
+                found.append(range(done, end))
+            done = end
+        return found
 
     def _whose(self, frame: FrameType, outermost: CodeType | None) -> tuple[Whose, bool]:
         thread, node = threading.get_ident(), running_node()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._torch.tensors import storage_at
 from ..capture.breaks import Break, Decision, Done, MarkedBreak, Torn
 from ..capture.recording import Program, Tensors, Work
 from ..errors import Refusal
@@ -89,7 +90,9 @@ class Segments:
         self.grads: Grads | None = None
         self.stopped = False  # the last run, by an exception of what is live between segments
         with torch.inference_mode(False), torch.no_grad():
-            self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in written]
+            # By address, as the programs have it: to hold a gradient would look like somebody who keeps it.
+            places = [storage_at(w.data_ptr(), w.nbytes(), w.device) for w in written if w.nbytes()]
+            self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in places]
         self._generators = generators
 
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:

@@ -13,7 +13,6 @@ An audit takes as long as a capture. It is not made where it would have to do wh
 * a backward that runs outside of the call: what it does autograd has noted in the forward, and its code would have to run in
   the middle of another's;
 * a graph that a compiler has made, which reads nothing of Python;
-* compiled code runs in the call: its operators are not seen, and torch calls others around it than when it was recorded;
 * dropout between layers of cuDNN's, which a capture makes begin anew;
 * arguments that are borrowed, and whatever else concerns this very call: then a later one is looked at.
 """
@@ -28,22 +27,24 @@ from functools import partial
 
 from ..autograd.backward import Backward
 from ..call.signature import Call
-from ..capture.digest import Comparison, NotNow, Same
+from ..capture.digest import Comparison, NotNow, Recompiled, Same
 from ..capture.recording import Recording
 from ..errors import Overlooked, Refusal, Stale
 from ..guards.carried_state import Carries
 from ..python.gc_control import uncollected
 from ..python.origin import users_level
 from ..state.reentrancy import Nested
+from ..statistics import logger
 from ..values.pytree import Opens
 from .capture_terms import calls_graph
 from .describer import Describer
 from .player import Player
 from .recorder import record
 
-__all__ = ["UNNOTICED", "Verdict", "difference", "due_after", "never", "said", "verdict", "warn"]
+__all__ = ["Verdict", "cause", "difference", "due_after", "never", "said", "verdict", "warn"]
 
-UNNOTICED = "what only an audit has found"
+_UNNOTICED = "what only an audit has found"
+_COMPILED = "code that was compiled anew"
 _EARLY = (8, 64, 512)  # replays
 _LATER = 8  # replays, after which an audit is tried again that a call has not allowed
 _DOUBTS = 3  # audits in turn that an exception has ended
@@ -68,8 +69,6 @@ def never(function: object, recording: Recording | None = None) -> str:
         return ""
     if recording.communicates:
         return "it communicates with other ranks"
-    if recording.retrace is None:
-        return "compiled code runs in it"
     return "it drops out between layers of cuDNN's" if recording.drops_out else ""
 
 
@@ -133,8 +132,17 @@ def verdict(player: Player, found: Refusal | None, every: int) -> Verdict:
     return Verdict.STALE
 
 
+def cause(found: Refusal) -> str:
+    """What has changed, of a stale recording."""
+    return _COMPILED if isinstance(found, Recompiled) else _UNNOTICED
+
+
 def warn(name: str, found: Refusal, replays: int) -> None:
-    """Say that a recording is stale."""
+    """Say that a recording is stale. To be compiled anew, for other sizes say, most code has a better reason than that."""
+    if isinstance(found, Recompiled):
+        logger.warning("%s runs code that was compiled anew, and is recorded again; a value that the code before took for a "
+                       "constant may have been another in the last %d replays", name, replays)  # fmt: skip
+        return
     warnings.warn(f"{name} is no longer what was recorded: {found}. Something that it reads has changed unnoticed, in the "
                   f"last {replays} replays: what they gave may be that of before. This call runs live.", Stale,
                   stacklevel=users_level())  # fmt: skip

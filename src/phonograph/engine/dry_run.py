@@ -170,6 +170,7 @@ class DryRun:
         self._prepare(watch)
         if request.terms.digest is not None:
             watch.digest = request.terms.digest()
+            watch.origins.wanted = not watch.digest.compares
             watch.digest.begin(watch.name_of, self._dials, slots)
         seen = self._seen(slots, watch)
         arguments = Arguments(request.call, self._leaves(seen), seen)
@@ -189,7 +190,8 @@ class DryRun:
         watch.check_left(t for t in (*result, *self._prepared.grads.read()) if isinstance(t, torch.Tensor))
         self._check(arguments, modes_before, listener)
         if watch.digest is not None:
-            watch.digest.end(returned.shape, [identity(x.thing) if type(x) is Given else x for x in result])
+            leaves = [identity(x.thing) if type(x) is Given else x for x in result]
+            watch.digest.end(returned.shape, leaves, watch.kernels())
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)

@@ -44,7 +44,8 @@ def _objects(reach: Reach) -> None:
         trained = "._trainer." in reach.iterators[0]
         raise Refusal(f"uses an iterator ({reach.iterators[0]})",
                       "a LightningModule refers to its trainer: call pg.record on the network in it" if trained else
-                      "take the next item outside and pass it as an argument", _read_at(reach, reach.iterators[0]))  # fmt: skip
+                      "take the next item outside and pass it as an argument; advance a progress bar outside",
+                      _read_at(reach, reach.iterators[0]))  # fmt: skip
     if reach.arrays:
         raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice",
                       "pass it as a tensor, or let nobody write it: array.setflags(write=False)",

@@ -34,6 +34,7 @@ from ..devices.segments import Diverged, TakenBack
 from ..errors import Refusal
 from ..guards.carried_state import Carries
 from ..options import Options, switched_off
+from ..python.signals import deferred
 from ..state import capturable as optimizers
 from ..state.reentrancy import Nested, inside
 from ..values.keys import NoSignature
@@ -284,13 +285,13 @@ class Recorded(Parts, Generic[P, R]):
         Raises:
             Refusal: the signature was stale too often.
         """
-        with Contained("audited a recording"):
+        with deferred(), Contained("audited a recording"):
             found = audit.difference(self.name, self._function, call, player, self._describer)
         verdict = audit.verdict(player, found, self.options.audit)
         if found is not None and verdict is audit.Verdict.STALE:
             audit.warn(self.name, found, player.played - player.right)
             self._shelf.drop(call.key, lambda _: True)
-            refusal = self._backoff.changed(audit.UNNOTICED, self._backoff.history(call.key), call)
+            refusal = self._backoff.changed(audit.cause(found), self._backoff.history(call.key), call)
             if refusal is not None:
                 raise refusal
         return verdict is audit.Verdict.PLAY
@@ -333,7 +334,7 @@ class Recorded(Parts, Generic[P, R]):
         with Contained("looked for why a recording is made"):
             why = figures.why(case, self._shelf, self._describer.named, self._backoff.place_of)
         try:
-            with figures.telling(self.name, self._counters) as seconds:
+            with deferred(), figures.telling(self.name, self._counters) as seconds:
                 player = self._record(call, case.blocked, apart=apart)
         except Refusal as refusal:
             self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)

@@ -104,7 +104,7 @@ class Settlement:
             written=behaviour.returned.written,
             numbers=behaviour.numbers,
             settings=settings,
-            retrace=None if behaviour.code.compiled else Retrace.of(watch.digest, request.terms, dials),
+            retrace=Retrace.of(watch.digest, request.terms, dials),
             origins=watch.origins.named(request.reach),
         )
 

@@ -9,7 +9,7 @@ capture puts a dial in its place, where all code sees it. That code may do anyth
 * `math` reads a number where no method is asked: for the time of the capture, its functions are replaced by such as give dials.
 * To torch a dial may only go as an argument of a function that hands it on, as it is, to an operator of the same name
   (`_PLAIN`); a mode looks at all of torch's functions for that. What else takes a number may work out others with it, or
-  decide by it, unseen: ``cross_entropy(label_smoothing=)``.
+  decide by it, unseen; a few such functions are written out here (`composite_functions`).
 * Each use by an operator has a probe of its own, which has to be found in what that very operator has launched.
 
 A number of which anything else becomes is baked in after all, with the reason noted, and a change makes a new recording.
@@ -39,6 +39,7 @@ from ..python.origin import is_ours, is_torchs, is_users
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
 from ..values.pytree_nodes import Node
+from .composite_functions import WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals
 from .reachable import Reach
 
@@ -50,19 +51,27 @@ _TRIES = 2  # captures in which a number could not be followed
 
 _BASES = ("add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min", "clamp_max", "fill", "full",
           "full_like", "new_full", "masked_fill", "gt", "lt", "ge", "le", "eq", "ne", "pow")  # fmt: skip
+_LOSSES = ("huber_loss", "smooth_l1_loss")
 _FOREACH = tuple([f"_foreach_{name}" for name in _BASES[:8] if name != "rsub"])
 _PLAIN = frozenset(
     [*(f"{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")), "subtract", "multiply", "divide", "true_divide",
      "multiply_", "divide_", "subtract_", "true_divide_", "greater", "less", "__rsub__", "__rdiv__", "__rtruediv__", "__rmul__",
      "__radd__", "__add__", "__sub__", "__mul__", "__truediv__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__pow__",
-     "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__"])  # fmt: skip
+     "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", *_LOSSES, "gumbel_softmax"])  # fmt: skip
 """Functions of torch's that hand a number on to an operator as it is."""
-_OPERATORS = frozenset(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_"))
+_OPERATORS = frozenset(
+    [*(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")),
+     *(f"aten::{name}{way}" for name in _LOSSES for way in ("", "_backward"))])  # fmt: skip
 """Operators whose kernels have a number among their parameters as it is, or in one of the forms that are looked for."""
+_ARITHMETIC = frozenset(f"{name}{way}" for name in ("add", "sub", "mul", "div") for way in ("", "_")) | {
+    "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__",
+    "__itruediv__"}  # fmt: skip
+"""Functions that do with a whole number what they do with the same as a float, if tensors are of floating-point numbers."""
 _WITHOUT_GRADIENT = frozenset({"lerp", "lerp_", "pow", "pow_", "__pow__"})  # autograd works out other numbers with these
 
 _SPECIAL: dict[str, Callable[[float], bool]] = {
     "aten::pow": lambda x: 2 * x == int(2 * x) if math.isfinite(x) else True,
+    **dict.fromkeys([f"aten::{name}" for name in _LOSSES], lambda x: not x > 0.0),
     **dict.fromkeys(("aten::addcmul", "aten::addcmul_", "aten::addcdiv", "aten::addcdiv_"), lambda x: x == 1.0),
 }  # fmt: skip
 _SPECIAL["aten::pow_"] = _SPECIAL["aten::pow"]
@@ -254,9 +263,16 @@ class _Guard(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         graded = name in _WITHOUT_GRADIENT and torch.is_grad_enabled()
-        whole = any(type(x) is Tally for x in dials)
+        if name in _ARITHMETIC and all(t.is_floating_point() for t in args if isinstance(t, torch.Tensor)):
+            args = tuple([x.as_float() if type(x) is Tally else x for x in args])
+        whole = any(type(x) is Tally for x in _dials_in((args, kwargs)))
         if name in _PLAIN and not whole and not (graded and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)):
             return func(*args, **kwargs)
+        if not whole and (written_out := WRITTEN_OUT.get(func)) is not None:
+            with self:
+                result = written_out(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         why = f"is given to {name}" + (", through which gradients go" if graded else "")
         return func(*reals(args, why), **reals(kwargs, why))
 

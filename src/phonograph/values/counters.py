@@ -16,6 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from .._torch.dynamic import Args, Kwargs
 from .formulas import Formula, Worked
 
 __all__ = ["LARGEST", "Followed", "Tally", "are_numbers", "are_plain", "said"]
@@ -75,6 +78,16 @@ class Tally(Followed):
     def __array__(self, *args: object, **kwargs: object) -> object:
         return sys.modules["numpy"].asarray(self.as_plain("is given to NumPy"), *args, **kwargs)
 
+    def as_float(self) -> Any:
+        """What follows the same number as a float."""
+        return _worked(self, "__float__", float)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
+        """Torch's functions get the real number. (Those that are watched get here only if nothing can be followed in them.)"""
+        why = f"is given to {getattr(func, '__name__', func)}"
+        return func(*_real(args, why), **_real(kwargs or {}, why))
+
     def __getattr__(self, name: str) -> object:
         return getattr(self.as_plain("is taken apart"), name)
 
@@ -86,6 +99,15 @@ class Tally(Followed):
 
     def __round__(self, digits: int | None = None) -> object:
         return self if digits is None else round(self.as_plain("is rounded"), digits)
+
+
+def _real(value: Any, why: str) -> Any:
+    """The same with real numbers in the place of tallies."""
+    if type(value) is Tally:
+        return value.as_plain(why)
+    if type(value) in (list, tuple):
+        return type(value)([_real(v, why) for v in value])
+    return {k: _real(v, why) for k, v in value.items()} if type(value) is dict else value
 
 
 def are_numbers(old: object, new: object) -> bool:
@@ -135,10 +157,17 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
     def method(self: Tally, other: object) -> object:
         if _plain(other):
             return _worked(self, name, function, other, swapped=swapped)
-        mine = self.as_plain(f"is worked with ({name.strip('_')}), together with a {type(other).__name__}")
+        if function in _WITH_TENSORS and isinstance(other, torch.Tensor) and other.is_floating_point():
+            mine = self.as_float()
+        else:
+            mine = self.as_plain(f"is worked with ({name.strip('_')}), together with a {type(other).__name__}")
         return function(other, mine) if swapped else function(mine, other)
 
     return method
+
+
+_WITH_TENSORS = (operator.add, operator.sub, operator.mul, operator.truediv)
+"""Operations of which a tensor of floating-point numbers makes no other thing where a whole number is one of these."""
 
 
 def _comparison(name: str, function: Callable[[object, object], object]) -> Callable[[Tally, object], object]:

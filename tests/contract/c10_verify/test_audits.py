@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import phonograph as pg
+from phonograph.capture.digest import Comparison, Digest, Recompiled
 from phonograph.engine import audit
 from phonograph.testing import assert_same
 from tests.helpers import ramp
@@ -366,12 +367,19 @@ def test_c10_no_false_alarm(device, audits, make):
     assert len(audits) >= 5
 
 
-def test_c10_compiled_code_is_not_audited(cuda, audits):
-    """What torch calls around it is not the same each time."""
-    compiled = torch.compile(lambda x: x.sin() * 2)
-    step = pg.record(lambda x: compiled(x) + 1, audit=1, keep="always")
-    for n in range(6):
-        step(ramp(cuda, 3, start=n))
-    assert pg.stats(step).replayed >= 4, pg.explain(step)
-    assert "not audited: compiled code runs in it" in pg.explain(step)
-    assert audits == []
+def test_c10_code_compiled_anew_is_recorded_again(device, monkeypatch, caplog):
+    """For sizes of any kind, say. What was recorded is what the code gave then: that is logged, and nobody is warned."""
+    then, first, second = Digest(), nn.Module(), nn.Module()  # which stand for graphs
+    then.note_graph(first)
+    Comparison(then).note_graph(first)
+    with pytest.raises(Recompiled):
+        Comparison(then).note_graph(second)
+
+    found = iter([None, None, Recompiled()])
+    monkeypatch.setattr(audit, "difference", lambda *args: next(found, None))
+    step, x = pg.record(lambda x: x * 2 + 1, audit=1, keep="always"), ramp(device, 3)
+    for _ in range(12):
+        assert_same(step(x), x * 2 + 1)
+    assert (pg.stats(step).recorded, pg.stats(step).live) == (2, 2), pg.explain(step)
+    assert "changed 1x: code that was compiled anew" in pg.explain(step)
+    assert [r.levelname for r in caplog.records if "compiled anew" in r.getMessage()] == ["WARNING"]

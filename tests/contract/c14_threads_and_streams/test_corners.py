@@ -130,7 +130,7 @@ def test_c14_a_signal_handler_that_calls_a_recorded_function(device):
 
     one, two = torch.ones(500, device=device), torch.full((500,), 5.0, device=device)
     expected = chain(one)
-    f = pg.record(chain, warmup=1, audit=0)
+    f = pg.record(chain, warmup=1, audit=2)
     for _ in range(3):
         f(one)
     going = [True]
@@ -149,6 +149,36 @@ def test_c14_a_signal_handler_that_calls_a_recorded_function(device):
         going.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+def test_c14_a_signal_in_a_dry_run_is_not_lost(device):
+    """What its handler does is no part of the call, and is not undone; and the recording is not taken to be stale."""
+    doubled = pg.record(lambda x: x * 2, keep="always")
+    came, x = [], ramp(device, 4)
+
+    def handler(*_):
+        came.append(doubled(x).clone())
+
+    def step(x):
+        for _ in range(100):
+            x = x * 1.001 + 1
+        return x
+
+    recorded, expected = pg.record(step, audit=1, keep="always"), step(x)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for n in range(60):
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.0001 * (n % 30))
+            assert_same(recorded(x), expected)
+            late = time.monotonic() + 5
+            while len(came) <= n and time.monotonic() < late:
+                time.sleep(0.001)
+            assert len(came) == n + 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert_same(came, [x * 2] * 60)
+    assert (pg.stats(recorded).recorded, pg.stats(recorded).live) == (1, 1), reasons(recorded)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -1,12 +1,14 @@
 """C19: `pg.check` tells all that stands in the way of recording, in one run, and leaves what it has checked as it was."""
 
 import random
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import phonograph as pg
+from phonograph.engine.check import Checking
 from tests.helpers import ramp
 
 calls = []
@@ -72,6 +74,23 @@ def test_c19_check_of_a_step_trains(device):
         plain(ramp(device, 2, 3))
     assert codes(found) == ["PG101"]
     assert torch.equal(net.weight, other.weight)
+
+
+def test_c19_check_holds_nothing_of_a_call(device):
+    """On CUDA a graph that is still there would have the next capture add gradients up where this call did: a false finding."""
+    net, losses = nn.Linear(3, 2).to(device), []
+
+    def step(x):
+        held = [i for i, loss in enumerate(losses) if loss() is not None]
+        loss = net(x).square().mean()
+        net.zero_grad()
+        loss.backward()
+        losses.append(weakref.ref(loss))
+        return loss.item(), held
+
+    checking = Checking(step)
+    for _ in range(6):
+        assert checking(ramp(device, 2, 3))[1] == []
 
 
 def test_c19_check_leaves_a_module_as_it_was(device):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,10 @@ _STEP = 4  # numbers that a thread draws at once
 def slot(t: torch.Tensor) -> torch.Tensor:
     """New memory with the metadata of `t`, beginning as far from an aligned address as `t` does."""
     shift, end = place_for(t)
-    return torch.empty(end, dtype=t.dtype, device=t.device).as_strided(t.size(), t.stride(), shift)
+    memory = torch.empty(end, dtype=t.dtype, device=t.device).untyped_storage()
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
+        memory, shift, t.size(), t.stride()
+    )  # a view is treated otherwise
 
 
 class Capture:
@@ -76,6 +80,7 @@ class Capture:
         self._graphs = Graphs(stream.stream, memory.handle, generators.known, states, plan.dials)
         self.watch.next_segment, self.watch.streams = self._graphs.next, self._graphs.others
         self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies
+        self.watch.launches = partial(_launches, self._graphs, memory)
         self.watch.known_states, self.watch.room = states, room
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
@@ -156,6 +161,14 @@ class Capture:
         own = {storage_id(t): t.untyped_storage() for t in results if t.device == self._stream.torch_device}
         own = {key: s for key, s in own.items() if s.nbytes() and key not in watch.outside | watch.slot_ids | kept}
         return own if sum(s.nbytes() for s in own.values()) <= plan.copied else {}
+
+
+def _launches(graphs: Graphs, memory: PrivatePool, places: list[range]) -> list[tuple[str, object]]:
+    """The kernels at these places of the present graph: their names, and what they are given. Addresses in the pool, which are
+    others in each capture, are left out."""
+    launches = graphs.launches(places)
+    pool = memory.spans() if launches else Spans()
+    return [(name, (sizes, [None if pool.meets(n, 1) else n for n in given])) for name, sizes, given in launches]
 
 
 def _no_untraced(watch: OperatorWatch, footprint: Spans) -> None:

@@ -107,6 +107,8 @@ class CudaWatch(DrawsWatch):
         self.bodies_here: Callable[[], Bodies] | None = None  # of the graph that is captured
         self._spoke: tuple[Bodies, int] | None = None  # where it has communicated last, and how many bodies there were
         self.captured: Callable[[], int] = int
+        self.launches: Callable[[list[range]], list[tuple[str, object]]] = _none_of
+        self._kernels: list[tuple[str, object]] = []  # of earlier segments, launched without an operator
         self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[TensorAddress], list[TensorAddress]]] = []
         self._buffer: torch.Tensor | None = None  # from which dropout of cuDNN's was drawn
@@ -332,6 +334,8 @@ class CudaWatch(DrawsWatch):
     def _compiled(self, frame: FrameType) -> bool:
         """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
         self._look_at_stream()
+        if self.digest is not None:
+            self.digest.note_graph(frame.f_locals["self"])
         for t in frame.f_locals.get("inputs") or ():
             if isinstance(t, torch.Tensor) and has_memory(t):
                 self.reads_on_host(t, "compiled code")
@@ -401,7 +405,11 @@ class CudaWatch(DrawsWatch):
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         self.may_cut(part)
         self.cuts.append((part, [*map(TensorAddress.of, inputs)], [*map(TensorAddress.of, results)]))
+        self._kernels = self.kernels()
         self.next_segment()
+
+    def kernels(self) -> list[tuple[str, object]]:
+        return [*self._kernels, *self.launches(self.origins.unnamed(self.captured()))]
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
         if self.dials and self.dials.stands_in(t):
@@ -459,6 +467,11 @@ class CudaWatch(DrawsWatch):
 
 def _always(_: FrameType) -> bool:
     return True
+
+
+def _none_of(places: list[range]) -> list[tuple[str, object]]:
+    """Of a graph that is not there yet."""
+    return []
 
 
 def _nothing() -> None:

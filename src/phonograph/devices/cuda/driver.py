@@ -11,15 +11,18 @@ import ctypes
 import math
 import re
 import struct
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import NamedTuple
 
 from ..._torch.dynamic import Private
 
-__all__ = ["DriverError", "Event", "KernelNumbers", "Pointers", "capture_nothing", "captured_nodes", "checked", "context",
-           "counting", "disable", "function", "is_capturing", "kernel_name", "kind", "launcher", "library", "new_stream",
-           "nodes", "parameters", "set_context", "unsafe_calls", "waits_for"]  # fmt: skip
+__all__ = ["KERNEL", "DriverError", "Event", "KernelNumbers", "Launch", "Pointers", "capture_nothing", "captured_graph",
+           "captured_nodes", "checked", "context", "counting", "disable", "function", "is_capturing", "kernel_name", "kind",
+           "launch_of", "launcher", "library", "new_stream", "nodes", "parameters", "set_context", "unsafe_calls",
+           "waits_for"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
@@ -151,7 +154,7 @@ def nodes(graph: int | None) -> list[int]:
     return [n for n in nodes if n is not None]
 
 
-_KERNEL, _MEMCPY = 0, 1  # CUgraphNodeType
+KERNEL, _MEMCPY = 0, 1  # CUgraphNodeType
 
 
 def kind(node: int) -> int:
@@ -173,7 +176,7 @@ def set_context(to: int | None) -> None:
     checked(code, "cuCtxSetCurrent")
 
 
-def _captured_graph(stream: int) -> int | None:
+def captured_graph(stream: int) -> int | None:
     """The graph that the capture on a stream makes."""
     status, graph = ctypes.c_int(0), ctypes.c_void_p()
     info = function("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
@@ -184,13 +187,13 @@ def _captured_graph(stream: int) -> int | None:
 
 def captured_nodes(stream: int) -> set[int]:
     """The nodes that the capture on a stream has made so far."""
-    return set(nodes(_captured_graph(stream)))
+    return set(nodes(captured_graph(stream)))
 
 
 def counting(stream: int) -> Callable[[], int]:
     """A function that says how many nodes the capture on a stream has made so far, for as long as it goes on."""
     count = ctypes.c_size_t(0)
-    ask = _bound("cuGraphGetNodes", ctypes.c_void_p(_captured_graph(stream)), None, ctypes.byref(count))
+    ask = _bound("cuGraphGetNodes", ctypes.c_void_p(captured_graph(stream)), None, ctypes.byref(count))
 
     def nodes() -> int:
         ask()
@@ -263,6 +266,10 @@ class _Kernel:
         self._params = params
         self._node = node
 
+    def sizes(self) -> tuple[int, ...]:
+        """Blocks, threads of a block, bytes of shared memory."""
+        return *self._params.grid, *self._params.block, self._params.shared
+
     def words(self) -> list[Private]:
         """The parameters as words of 8 bytes, which can be read and set."""
         rows = [(ctypes.c_uint64 * (len(b) // _WORD)).from_buffer(b) for b in self.buffers if len(b) >= _WORD]
@@ -273,6 +280,22 @@ class _Kernel:
         (0: success). About 0.6 us."""
         return _bound("cuGraphExecKernelNodeSetParams_v2", ctypes.c_void_p(graph_exec), ctypes.c_void_p(self._node),
                       ctypes.byref(self._params))  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    name: str
+    sizes: tuple[int, ...]
+    """Blocks, threads of a block, bytes of shared memory."""
+    given: list[int]
+    """The parameters of up to eight bytes, as integers. (A larger one may have bytes that nobody has set.)"""
+
+
+def launch_of(node: int) -> Launch:
+    kernel = _Kernel(node)
+    given = [int.from_bytes(b.raw, sys.byteorder) for b in kernel.buffers if len(b) <= _WORD]
+    return Launch(kernel_name(node).decode(errors="replace"), kernel.sizes(), given)
 
 
 def kernel_name(node: int) -> bytes:
@@ -339,7 +362,7 @@ def _packed(kind: str, x: float) -> bytes:
 
 
 def _kernels(graphs: Iterable[int]) -> Iterator[_Kernel]:
-    return (_Kernel(node) for graph in graphs for node in nodes(graph) if kind(node) == _KERNEL)
+    return (_Kernel(node) for graph in graphs for node in nodes(graph) if kind(node) == KERNEL)
 
 
 def parameters(graphs: Iterable[int]) -> Iterator[list[int]]:
@@ -375,7 +398,7 @@ class KernelNumbers:
         self._places: list[tuple[list[Private], set[float], Callable[[], int]]] = []
         self._last: dict[float, float] = {}
         self.found: set[float] = set()
-        for node in (n for n in nodes if kind(n) == _KERNEL):
+        for node in (n for n in nodes if kind(n) == KERNEL):
             kernel = _Kernel(node)
             # (To set a slice of a ctypes array takes it a call for each byte.)
             raw = [(memoryview(b).cast("B"), b.raw) for b in kernel.buffers]
@@ -402,7 +425,7 @@ class KernelNumbers:
                 checked(code, "cuGraphExecKernelNodeSetParams")
 
 
-_COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {_KERNEL: _Kernel, _MEMCPY: _Memcpy}
+_COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {KERNEL: _Kernel, _MEMCPY: _Memcpy}
 
 
 class Pointers:

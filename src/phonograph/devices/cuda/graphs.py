@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -99,6 +99,12 @@ class Graphs:
     def bodies(self) -> Bodies:
         """Those of the one that is captured."""
         return self.segments[-1].bodies
+
+    def launches(self, places: Iterable[range]) -> list[driver.Launch]:
+        """The kernels at these places of the one that is captured, but for the copies of arguments."""
+        nodes, copies = driver.nodes(driver.captured_graph(self._stream)), self.segments[-1].edges.nodes
+        found = [nodes[i] for place in places for i in place]
+        return [driver.launch_of(node) for node in found if node not in copies and driver.kind(node) == driver.KERNEL]
 
     def join(self) -> None:
         """Wait for what was captured on other streams. To be called before the end."""

@@ -75,8 +75,11 @@ class PrivatePool:
 
     def look(self) -> None:
         """Note which memory is the pool's."""
-        segments = torch_cuda.segments(self.handle)
-        self._spans = Spans((s["address"], s["total_size"]) for s in segments)
+        self._spans = self.spans()
+
+    def spans(self) -> Spans:
+        """Its memory."""
+        return Spans((s["address"], s["total_size"]) for s in torch_cuda.segments(self.handle))
 
     def had(self, address: int, nbytes: int) -> bool:
         """Whether this was memory of the pool when it was last looked at."""
