@@ -44,6 +44,7 @@ from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
 from ..python.origin import BACKWARD, is_users
+from ..python.read_gate import Reads
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
 from ..values.pytree import Flattener, Opens, containers, flatten, unflatten
@@ -89,6 +90,8 @@ class DryRun:
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
         self._behaviour: Behaviour | None = None
+        counts = request.backward is None and request.terms.placement.within is None
+        self._reads = Reads(request.reach.objects) if counts else None
 
     def capture(self, most: float) -> Evidence:
         """Capture the call. Results of at most so many bytes in all are copied out by each replay.
@@ -249,6 +252,7 @@ class DryRun:
             nullcontext() if tracing is None else tracing.saving(),
             Cuts(request.terms.notes, reach, watch, self._outer, backward is not None),  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
+            nullcontext() if self._reads is None else self._reads.noting(),
             watching_python(self._outer, heard, reach.caching, reach.left_out, watch) as listener,
         ):
             self._listener, listener.found = listener, self._refused
@@ -301,7 +305,7 @@ class DryRun:
             nested = any(code.co_name == "backward" and is_users(code.co_filename) for code in codes)
             if nested or self._request.device.torch_device.type != "cpu":
                 return None
-        return Ran(codes, listener.elsewhere.values())
+        return Ran(codes, listener.elsewhere.values(), self._reads)
 
     def _left(self, found: Attributes, known: Ran | None, given: object, watch: OperatorWatch, listener: Listener) -> Left:
         """What the call has left in attributes and containers, where it had `found` this. It has `given` that away."""

@@ -16,7 +16,7 @@ import sys
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
@@ -41,6 +41,7 @@ from ..python.identity import identity
 from ..python.introspection import MISSING, is_users_class, is_users_function, own_dict, slots_of
 from ..python.names_in_code import CYCLED, LIVE, Mentions
 from ..python.origin import is_users
+from ..python.read_gate import Reads
 from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
 from . import packages
@@ -126,6 +127,8 @@ class Objects:
         self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
+        self._keys: dict[int, set[object] | None] = {}  # those that code reads of variables, by the dictionaries' identities
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Reading, list[tuple[str, torch.Tensor]]] = defaultdict(
@@ -133,6 +136,11 @@ class Objects:
         )  # those that say what they are, by how they do
         self._odd: list[tuple[str, torch.Tensor]] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
+
+    @property
+    def objects(self) -> list[object]:
+        """Those that have attributes which code may read."""
+        return [*self._objects, *self.modules]
 
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""
@@ -149,8 +157,21 @@ class Objects:
 
     def _dict(self, path: str, d: Table, *, watched: bool = False) -> None:
         put = self._put.get(identity(d))
+        if not (put or watched) and self._keys_read(d) is not None:
+            self._tables.append((path, d, set()))
+            return
         self._hold(containers.dictionary_without(path, d, put) if put else containers.dictionary(path, d, watched=watched))
         self._items(path, {k: v for k, v in dict.items(d) if k not in put} if put else d)
+
+    def _keys_read(self, d: Table) -> set[object] | None:
+        """The keys that code which ran has read of a dictionary; None if it may be any."""
+        reads = self._reads
+        if reads is None or type(d) is not dict or identity(d) in self.shared:
+            return None
+        if identity(d) in self._keys and self.mentions.names_globals:
+            return None
+        found = [keys[identity(d)] for keys in (self._keys, reads.tables) if identity(d) in keys]
+        return None if not found or None in found else set[object]().union(*filter(None, found))
 
     def _items(self, path: str, d: Table) -> None:
         seen, work = self._seen, self._work
@@ -259,6 +280,8 @@ class Objects:
         """Whether whoever reads attributes of such objects names them: only the user's code knows them, and, once it is known
         what ran, that of packages which have their classes. Dataclasses and parsed arguments are made to be handed on: of them
         it has to be known that nobody has asked for all. (Torch's layers name what they read, as well.)"""
+        if self._reads is not None and self._reads.knows(kind):
+            return True
         if kind not in self._plain:
             ran = self._ran
             foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
@@ -274,15 +297,41 @@ class Objects:
     def _enter_attributes(self, path: str, thing: object, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
+        if self._reads is not None and self._reads.knows(type(thing)):
+            read = self._reads.names(thing)
+            wanted = {*own} if read is None else {n for n in read & own.keys() if not self._slightly(thing, n, own[n])}
+            self._enter_some(path, thing, own, entered, wanted)
+            return
         wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
         wanted |= {n for n in own.keys() & UNNAMED if callable(own[n])} - entered
         if issubclass(type(thing), torch.nn.Module):
             wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
             wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
-        wanted -= self._put.get(identity(thing), set())
+        self._enter_some(path, thing, own, entered, wanted)
+
+    def _enter_some(self, path: str, thing: object, own: dict[str, object], entered: set[str], wanted: Set[str]) -> None:
+        """Those of an object's `own` attributes that are `wanted`, unless the call sets them, or only fills what they hold."""
+        wanted = wanted - entered - self._put.get(identity(thing), set())
         wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
         entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
+
+    @property
+    def _reads(self) -> Reads | None:
+        """What the call has read of objects, if that is known."""
+        return self._ran.reads if self._ran is not None and not self.mentions.looks_past else None
+
+    def _relied_on(self, path: str, thing: object, entered: set[str]) -> Holder:
+        """The place of those attributes of an object on which a recording relies."""
+        own, module = own_dict(thing) or {}, issubclass(type(thing), torch.nn.Module)
+        if self._reads is not None and self._reads.knows(type(thing)):
+            read = self._reads.names(thing)
+            if read is not None:  # also what is not there yet
+                return object_attributes.named(path, thing, sorted(entered | (read - own.keys())), watched=module)
+            names = [n for n in own if n in entered] if identity(thing) in self._put else None
+        else:
+            names = None if self._any_attribute else [n for n in own if n in entered]
+        return object_attributes.attributes(path, thing, names, watched=module)
 
     @property
     def _any_attribute(self) -> bool:

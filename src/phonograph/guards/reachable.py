@@ -62,6 +62,7 @@ from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
+from ..python.subscripts import keys_of_variables
 from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
@@ -175,7 +176,8 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
-        if not (left.paths or arguments or self._selected or any(map(has_more, self.modules)) or any(self._kinds.values())):
+        narrows = self._selected or ran.reads is not None or any(map(has_more, self.modules)) or any(self._kinds.values())
+        if not (left.paths or arguments or narrows):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
         items = [*map(identity, left.items)]
@@ -228,6 +230,11 @@ class Reach(Objects):
                         self._visit(name, value)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
+            for path, table, taken in self._tables:
+                keys = self._keys_read(table)
+                found = table.keys() - taken if keys is None else (keys & table.keys()) - taken
+                taken |= found
+                self._items(path, {k: v for k, v in table.items() if k in found})
             for path, thing, entered in self._opaque:
                 own = own_dict(thing) or {}
                 new = (own.keys() & self.mentions.reads) - entered
@@ -240,10 +247,13 @@ class Reach(Objects):
             if entered or self.mentions.looks_for_absent:
                 self._hold(object_attributes.some(path, thing, self.mentions.reads))
         for path, thing, entered in self._selected:
-            names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
-            self._hold(object_attributes.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
+            self._hold(self._relied_on(path, thing, entered))
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
+
+        for path, table, _ in self._tables:
+            keys = self._keys_read(table)
+            self._hold(containers.dictionary(path, table) if keys is None else containers.items(path, table, keys))
 
     @property
     def all_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -383,6 +393,7 @@ class Reach(Objects):
             if not unbound:
                 self._hold(place)
             for name, cell, value in zip(f.__code__.co_freevars, f.__closure__, place.read(), strict=True):
+                self._variable_read(f, name, value)
                 if name == "__class__" and isinstance(value, type):
                     self._class_of(value)  # `super()`, which makes no object of it
                 elif identity(cell) not in self._variables:
@@ -423,6 +434,8 @@ class Reach(Objects):
         if new and not unbound:
             held |= new
             self._hold(object_attributes.space("globals", g, sorted(new)))
+        for n in used.variables & g.keys():
+            self._variable_read(f, n, g[n])
         for n in sorted(new & g.keys()):
             self._variable_of(n, g[n], used.bare)
             if type(g[n]) is str and "format" in named:
@@ -435,6 +448,12 @@ class Reach(Objects):
         function: Thing = f  # not every version of the types knows that it has builtins
         if function.__builtins__ is not BUILTINS:  # `exec` was given others
             self._work.append(("builtins", function.__builtins__))
+
+    def _variable_read(self, f: FunctionType, name: str, value: object) -> None:
+        """A function has a variable of this name, with this value: if it is a dictionary, some of it may have been read."""
+        if type(value) is dict and self._ran is not None and self._ran.has(f.__code__):
+            keys, known = keys_of_variables(f.__code__).get(name, frozenset()), self._keys.get(identity(value), set())
+            self._keys[identity(value)] = None if keys is None or known is None else known | keys
 
     def _looks_around(self, used: Used, g: dict[str, object], *, is_method: bool) -> None:
         """Whether code may read attributes that it does not name of modules."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from .bytecode import all_within, looks_around, matches, names_in, slight_use_in, used_in_full
 from .names_in_code import likeness
 from .origin import LIBRARY, is_torchs, is_users, origin
+from .read_gate import Reads
 
 __all__ = ["Ran", "is_resumed"]
 
@@ -31,6 +32,7 @@ _OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an
 # By which code may read what a function is bound to, though it does not run.
 _REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
                        "get_objects", "get_referents", "get_referrers"})  # fmt: skip
+_PAST = "__getattribute__"  # by which it may read attributes past the gate where reads are noted
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -45,14 +47,17 @@ class _Use(NamedTuple):
 class Ran:
     """All code that ran in a call."""
 
-    def __init__(self, called: Collection[CodeType], elsewhere: Collection[CodeType]) -> None:
-        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say."""
+    def __init__(self, called: Collection[CodeType], elsewhere: Collection[CodeType], reads: Reads | None = None) -> None:
+        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say. What was noted that it `reads`."""
         codes = [*called, *elsewhere]
         others = [code for code in codes if not is_torchs(code.co_filename)]
         users = [code for code in others if is_users(code.co_filename)]
         by_users = _NONE.union(*map(names_in, users))
         self._likenesses = {*map(likeness, codes)}
         self._names: Set[str] = _NONE.union(*map(names_in, others))
+        certain = reads is not None and reads.certain and _PAST not in self._names
+        self.reads = reads if certain else None
+        """What it has read of objects, if that is known."""
         self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
         self._others = others
         self._uses: dict[str, _Use] = {}

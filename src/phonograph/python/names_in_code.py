@@ -67,6 +67,7 @@ class Mentions:
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.looks_around_unknown = False  # of what has no name, or a local one
+        self.looks_past = False  # whether it may look at attributes past `__getattribute__`
         self.looks_unseen = False  # whether what does so may be no code
         self.asks_identity = False  # whether code may ask which object it has
         self._after: defaultdict[str, set[str]] = defaultdict(set)
@@ -118,6 +119,7 @@ class Mentions:
         code is searched."""
         if name in LOOKUPS:
             self.looks_anywhere()
+        self.looks_past = self.looks_past or name == "__getattribute__"
         if name in SPACES:
             self.spaces = self.computes_globals = True
         self.gets_modules = self.gets_modules or name in MODULES
