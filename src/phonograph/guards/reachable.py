@@ -107,6 +107,7 @@ class Reach(Objects):
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
         self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
+        self._class_places: list[tuple[str, type]] = []
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._spaces: dict[int, tuple[dict[str, object], set[str]]] = {}  # the globals of functions
@@ -251,6 +252,8 @@ class Reach(Objects):
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
 
+        for path, kind in self._class_places:
+            self._hold_class(path, kind)
         for path, table, _ in self._tables:
             keys = self._keys_read(table)
             self._hold(containers.dictionary(path, table) if keys is None else containers.items(path, table, keys))
@@ -615,11 +618,21 @@ class Reach(Objects):
 
     def _class(self, path: str, kind: type) -> None:
         space = vars(kind)
+        if self._ran is None or self._ran.matches:
+            self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
+        names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
+        self._work.extend((f"{path}.{n}", space[n]) for n in names)
+        self._class_places.append((path, kind))
+
+    def _hold_class(self, path: str, kind: type) -> None:
+        """What a class itself has, but for plain values that no code which ran names."""
+        space = vars(kind)
+        left_out = _KEPT_BY_PYTHON | {n for n, v in space.items() if self._is_unread(n, v)}
 
         def read() -> Reading:
             own: Thing = space
-            if "__slotnames__" in own or "__annotations_cache__" in own:
-                own = {n: v for n, v in own.items() if n not in _KEPT_BY_PYTHON}
+            if not left_out.isdisjoint(own):
+                own = {n: v for n, v in own.items() if n not in left_out}
             return (len(own), *own, *own.values())
 
         def restore(values: Reading) -> None:
@@ -632,10 +645,15 @@ class Reach(Objects):
                 delattr(kind, name)
 
         self._hold(Holder(path, read, restore, named=containers.keyed, inside=lambda: (of_class(kind),)))
-        if self._ran is None or self._ran.matches:
-            self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
-        names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
-        self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+    def _is_unread(self, name: str, value: object) -> bool:
+        """Whether nothing that ran can have read this attribute of a class."""
+        ran = self._ran
+        if ran is None or type(value) not in LEAVES or name.startswith("__"):
+            return False
+        if self._any_attribute or ran.packages_look_around or ran.reads_fields:
+            return False
+        return not (self._named_otherwise(name) or ran.names(name, of_module=True))
 
 
 def _kinds(odd: list[tuple[str, torch.Tensor]]) -> Holder:
