@@ -177,7 +177,8 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
-        narrows = self._selected or ran.reads is not None or any(map(has_more, self.modules)) or any(self._kinds.values())
+        tables = any(h.contents is not None and type(h.contents.now()) is dict for h in self.holders)
+        narrows = self._selected or tables or any(map(has_more, self.modules)) or any(self._kinds.values())
         if not (left.paths or arguments or narrows):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))

@@ -29,21 +29,22 @@ from .subscripts import keys_after
 
 __all__ = ["Reads", "may_be_gated"]
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 _GENERIC: object = object.__getattribute__
 # By which all attributes of an object are got at.
 _ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__"})
-_MOST = 300  # times that one class is gated: CPython gives a class only so many versions
+# Times that one class is gated: from 3.13 on CPython gives a class 1,000 versions, and looks attributes up slowly after that.
+_MOST = 400 if sys.version_info >= (3, 13) else sys.maxsize
 _gated = Counter[type]()
 
 
 def may_be_gated(kind: type) -> bool:
     """Whether reads of attributes of such objects can be noted."""
-    if not kind.__flags__ & _HEAP_TYPE or kind.__getattribute__ is not _GENERIC:
+    if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE or kind.__getattribute__ is not _GENERIC:
         return False
     if issubclass(kind, torch.nn.Module):
-        return True
-    return not issubclass(kind, (type, ModuleType)) and kind.__module__.partition(".")[0] not in ("torch", "phonograph")
+        return _gated[torch.nn.Module] < _MOST
+    return _gated[kind] < _MOST and not issubclass(kind, (type, ModuleType)) and kind.__module__.partition(".")[0] not in ("torch", "phonograph")
 
 
 class Reads:
@@ -71,8 +72,7 @@ class Reads:
     def noting(self) -> Iterator[None]:
         """Note what is read while the block runs."""
         modules = {kind for kind in self._kinds if issubclass(kind, torch.nn.Module)}
-        kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # whose classes have none of their own
-        self._kinds.difference_update(kind for kind in kinds if _gated[kind] >= _MOST)
+        kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # which they have it from
         open_ = list[Thing]()
         gate = self._gate(_GENERIC)
 
@@ -87,10 +87,9 @@ class Reads:
         with tells_of_compilation(compiles):
             try:
                 for kind in kinds:
-                    if _gated[kind] < _MOST:
-                        type.__setattr__(kind, "__getattribute__", gate)
-                        open_.append(kind)
-                        _gated[kind] += 1
+                    type.__setattr__(kind, "__getattribute__", gate)
+                    open_.append(kind)
+                _gated.update(kinds)
                 yield
             finally:
                 end()
