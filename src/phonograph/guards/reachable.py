@@ -62,6 +62,7 @@ from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
+from ..python.read_gate import is_gate
 from ..python.subscripts import keys_of_variables
 from . import packages
 from .attribute_effects import Left, Put, kinds
@@ -632,8 +633,8 @@ class Reach(Objects):
 
         def read() -> Reading:
             own: Thing = space
-            if not left_out.isdisjoint(own):
-                own = {n: v for n, v in own.items() if n not in left_out}
+            if not left_out.isdisjoint(own) or is_gate(own.get("__getattribute__")):
+                own = {n: v for n, v in own.items() if not (n in left_out or is_gate(v))}
             return (len(own), *own, *own.values())
 
         def restore(values: Reading) -> None:

@@ -32,7 +32,7 @@ _OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an
 # By which code may read what a function is bound to, though it does not run.
 _REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
                        "get_objects", "get_referents", "get_referrers"})  # fmt: skip
-_PAST = "__getattribute__"  # by which it may read attributes past the gate where reads are noted
+_WRITES = frozenset({"__setattr__", "__delattr__"})  # by which code may write attributes past the gate where that is noted
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -55,7 +55,7 @@ class Ran:
         by_users = _NONE.union(*map(names_in, users))
         self._likenesses = {*map(likeness, codes)}
         self._names: Set[str] = _NONE.union(*map(names_in, others))
-        certain = reads is not None and reads.certain and _PAST not in self._names
+        certain = reads is not None and reads.certain and "__getattribute__" not in self._names and _WRITES.isdisjoint(by_users)
         self.reads = reads if certain else None
         """What it has read of objects, if that is known."""
         self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))

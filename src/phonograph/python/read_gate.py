@@ -14,10 +14,12 @@ few: compiled code (`torch.compile`), and `object.__getattribute__` where code c
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from functools import cached_property
+from itertools import product
+from types import CodeType, FrameType, FunctionType, ModuleType
 
 import torch
 
@@ -27,24 +29,35 @@ from .identity import identity
 from .origin import is_torchs
 from .subscripts import keys_after
 
-__all__ = ["Reads", "may_be_gated"]
+__all__ = ["Reads", "is_gate", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
-_GENERIC: object = object.__getattribute__
 # By which all attributes of an object are got at.
 _ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__"})
 # Times that one class is gated: from 3.13 on CPython gives a class 1,000 versions, and looks attributes up slowly after that.
 _MOST = 400 if sys.version_info >= (3, 13) else sys.maxsize
 _gated = Counter[type]()
+_ANY = object()
+
+
+_gates = set[CodeType]()  # the code of what stands there for the time of a call
+
+
+def is_gate(member: object) -> bool:
+    """Whether a class has this only while reads are noted."""
+    return type(member) is FunctionType and member.__code__ in _gates
 
 
 def may_be_gated(kind: type) -> bool:
     """Whether reads of attributes of such objects can be noted."""
-    if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE or kind.__getattribute__ is not _GENERIC:
+    if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE or type(kind).__setattr__ is not type.__setattr__:
+        return False
+    if kind.__getattribute__ is not object.__getattribute__ or issubclass(kind, (type, ModuleType)):
         return False
     if issubclass(kind, torch.nn.Module):
-        return _gated[torch.nn.Module] < _MOST
-    return _gated[kind] < _MOST and not issubclass(kind, (type, ModuleType)) and kind.__module__.partition(".")[0] not in ("torch", "phonograph")
+        return kind.__setattr__ is torch.nn.Module.__setattr__ and _gated[torch.nn.Module] < _MOST
+    others = kind.__module__.partition(".")[0] in ("torch", "phonograph")
+    return kind.__setattr__ is object.__setattr__ and not others and _gated[kind] < _MOST
 
 
 class Reads:
@@ -54,8 +67,8 @@ class Reads:
         gated = [x for x in objects if may_be_gated(type(x))]
         self._kinds = {*map(type, gated)}
         self._names: dict[int, set[str]] = {identity(x): set() for x in gated}
-        self.tables: dict[int, set[object] | None] = {}
-        """The keys that were read of dictionaries which attributes hold, by the identity of these; None for any."""
+        # By the identities of dictionaries, where attributes that hold them were read: the code, and at which instruction.
+        self._read_at: dict[int, dict[tuple[int, int], CodeType]] = defaultdict(dict)
         self.certain = True
         """Whether nothing has been read past the gate."""
 
@@ -68,17 +81,24 @@ class Reads:
         """Whether reads of such objects were noted."""
         return kind in self._kinds
 
+    @cached_property
+    def tables(self) -> dict[int, set[object] | None]:
+        """The keys that were read of dictionaries which attributes hold, by the identities of these; None for any."""
+        keys = {table: [keys_after(code).get(at, _ANY) for (_, at), code in reads.items()] for table, reads in self._read_at.items()}
+        return {table: None if _ANY in some else {*some} for table, some in keys.items()}
+
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what is read while the block runs."""
         modules = {kind for kind in self._kinds if issubclass(kind, torch.nn.Module)}
         kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # which they have it from
-        open_ = list[Thing]()
-        gate = self._gate(_GENERIC)
+        gates = {"__getattribute__": self._gate(), "__setattr__": self._gate_of_writes()}
+        _gates.update(gate.__code__ for gate in gates.values())
+        put = list[tuple[type, str]]()
 
         def end() -> None:
-            while open_:
-                type.__delattr__(open_.pop(), "__getattribute__")
+            while put:
+                type.__delattr__(*put.pop())
 
         def compiles() -> None:
             self.certain = False
@@ -86,38 +106,47 @@ class Reads:
 
         with tells_of_compilation(compiles):
             try:
-                for kind in kinds:
-                    type.__setattr__(kind, "__getattribute__", gate)
-                    open_.append(kind)
+                for kind, name in product(kinds, gates):
+                    if kind is not torch.nn.Module or name == "__getattribute__":  # whose writes say what they write
+                        type.__setattr__(kind, name, gates[name])
+                        put.append((kind, name))
                 _gated.update(kinds)
                 yield
             finally:
                 end()
 
-    def _gate(self, get: Thing) -> Callable[[object, str], object]:
-        found, module = self._names, torch.nn.Module
+    def _gate(self) -> FunctionType:
+        found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__
 
         def __getattribute__(thing: object, name: str) -> object:
             names = found.get(identity(thing))
             if names is None:
                 return get(thing, name)
-            if name not in names and not (
-                name == "__dict__" and issubclass(type(thing), module) and is_torchs(sys._getframe(1).f_code.co_filename)
-            ):
-                names.add(name)
+            if name not in names:
+                by_torch = name == "__dict__" and issubclass(type(thing), module)
+                names |= _looked_up(sys._getframe(1)) if by_torch else {name}
             value = get(thing, name)
             if type(value) is dict and name != "__dict__":
-                self._used(value, sys._getframe(1))
+                frame = sys._getframe(1)
+                at[identity(value)][identity(frame.f_code), frame.f_lasti] = frame.f_code
             return value
 
         return __getattribute__
 
-    def _used(self, table: Thing, frame: Thing) -> None:
-        known = self.tables.setdefault(identity(table), set())
-        if known is None:
-            return
-        after = keys_after(frame.f_code)
-        if frame.f_lasti in after:
-            known.add(after[frame.f_lasti])
-        else:
-            self.tables[identity(table)] = None
+    def _gate_of_writes(self) -> FunctionType:
+        """(What a call sets to what it was before counts as well: a replay does not set it.)"""
+        found, put = self._names, object.__setattr__
+
+        def __setattr__(thing: object, name: str, value: object) -> None:
+            if (names := found.get(identity(thing))) is not None:
+                names.add(name)
+            put(thing, name, value)
+
+        return __setattr__
+
+
+def _looked_up(frame: FrameType) -> set[str]:
+    """What code reads of a module of which it has asked for all attributes. Torch's own looks up where a name belongs."""
+    if not is_torchs(frame.f_code.co_filename):
+        return {"__dict__"}
+    return {frame.f_locals["name"]} if frame.f_code.co_name == "__setattr__" else set()
