@@ -280,18 +280,11 @@ class Objects:
         """Whether whoever reads attributes of such objects names them: only the user's code knows them, and, once it is known
         what ran, that of packages which have their classes. Dataclasses and parsed arguments are made to be handed on: of them
         it has to be known that nobody has asked for all. (Torch's layers name what they read, as well.)"""
-        if self._reads is not None and self._reads.knows(kind):
-            return True
+        if self._ran is not None:
+            return self._reads is not None and self._reads.knows(kind)
         if kind not in self._plain:
-            ran = self._ran
             foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
-            handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
-            asked = ran is None or ran.reads_fields or kind in SUPPORTED_NODES
-            if ran is not None:
-                foreign -= {base for base in foreign if base.__module__.startswith(_LAYERS)}
-            if ran is not None and not ran.packages_look_around:
-                foreign -= packages.read_by_name(kind, matches=ran.matches)
-            self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
+            self._plain[kind] = not (foreign or any(_FIELDS in vars(base) for base in kind.__mro__))
         return self._plain[kind]
 
     def _enter_attributes(self, path: str, thing: object, entered: set[str]) -> None:

@@ -14,6 +14,7 @@ few: compiled code (`torch.compile`), and `object.__getattribute__` where code c
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,8 +39,10 @@ _ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__
 _MOST = 400 if sys.version_info >= (3, 13) else sys.maxsize
 _gated = Counter[type]()
 _ANY = object()
+_BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
 
 
+_noting = threading.Lock()
 _gates = set[CodeType]()  # the code of what stands there for the time of a call
 
 
@@ -64,9 +67,9 @@ class Reads:
     """What is read of these objects, which the caller keeps alive."""
 
     def __init__(self, objects: Iterable[object]) -> None:
-        gated = [x for x in objects if may_be_gated(type(x))]
-        self._kinds = {*map(type, gated)}
-        self._names: dict[int, set[str]] = {identity(x): set() for x in gated}
+        things = [*objects]
+        self._kinds = {*filter(may_be_gated, {*map(type, things)})}
+        self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
         # By the identities of dictionaries, where attributes that hold them were read: the code, and at which instruction.
         self._read_at: dict[int, dict[tuple[int, int], CodeType]] = defaultdict(dict)
         self.certain = True
@@ -92,6 +95,10 @@ class Reads:
         """Note what is read while the block runs."""
         modules = {kind for kind in self._kinds if issubclass(kind, torch.nn.Module)}
         kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # which they have it from
+        if not _noting.acquire(blocking=False):  # another thread captures
+            self.certain = False
+            yield
+            return
         gates = {"__getattribute__": self._gate(), "__setattr__": self._gate_of_writes()}
         _gates.update(gate.__code__ for gate in gates.values())
         put = list[tuple[type, str]]()
@@ -114,6 +121,7 @@ class Reads:
                 yield
             finally:
                 end()
+                _noting.release()
 
     def _gate(self) -> FunctionType:
         found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__
@@ -147,6 +155,5 @@ class Reads:
 
 def _looked_up(frame: FrameType) -> set[str]:
     """What code reads of a module of which it has asked for all attributes. Torch's own looks up where a name belongs."""
-    if not is_torchs(frame.f_code.co_filename):
-        return {"__dict__"}
-    return {frame.f_locals["name"]} if frame.f_code.co_name == "__setattr__" else set()
+    by_name = frame.f_code.co_name in _BY_NAME and is_torchs(frame.f_code.co_filename)
+    return {frame.f_locals["name"]} if by_name else {"__dict__"}
