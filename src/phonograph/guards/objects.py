@@ -8,7 +8,6 @@ count that some code names (a trainer may count its steps on `self`), so that mo
 from __future__ import annotations
 
 import abc
-import argparse
 import builtins
 import ctypes
 import operator
@@ -30,7 +29,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch.dynamic import Foreign, Reading, Table, Thing
 from .._torch.process_groups import sharding_of
-from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
 from ..memory.loans import Borrowed
 from ..python import containers, memory_contents, object_attributes
@@ -44,7 +42,6 @@ from ..python.origin import is_users
 from ..python.read_gate import Reads
 from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
-from . import packages
 from .attribute_effects import Left
 from .attribute_epochs import Room, room_of
 
@@ -64,7 +61,6 @@ _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _FIELDS = "__dataclass_fields__"
 _LAYERS = "torch.nn.modules."
 _FILLED = (list, deque, dict, defaultdict)
-_PARSED = frozenset(argparse.Namespace.__mro__) - {object}
 _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 BUILTINS = vars(builtins)
@@ -290,21 +286,15 @@ class Objects:
     def _enter_attributes(self, path: str, thing: object, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
-        if self._reads is not None and self._reads.knows(type(thing)):
-            read = self._reads.names(thing)
+        if self._ran is None:
+            wanted = {n for n in own if self._any_attribute or n in self.mentions.reads or n.startswith("__")}
+            wanted |= {n for n in own.keys() & UNNAMED if callable(own[n])}
+            if issubclass(type(thing), torch.nn.Module):
+                wanted |= {n for n in own if n == "training" or n.startswith("_")}
+        else:
+            read = self._names_read(thing)
             wanted = {*own} if read is None else {n for n in read & own.keys() if not self._slightly(thing, n, own[n])}
-            self._enter_some(path, thing, own, entered, wanted)
-            return
-        wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
-        wanted |= {n for n in own.keys() & UNNAMED if callable(own[n])} - entered
-        if issubclass(type(thing), torch.nn.Module):
-            wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
-            wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
-        self._enter_some(path, thing, own, entered, wanted)
-
-    def _enter_some(self, path: str, thing: object, own: dict[str, object], entered: set[str], wanted: Set[str]) -> None:
-        """Those of an object's `own` attributes that are `wanted`, unless the call sets them, or only fills what they hold."""
-        wanted = wanted - entered - self._put.get(identity(thing), set())
+        wanted -= entered | self._put.get(identity(thing), set())
         wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
         entered |= wanted
         self._items(path, {n: own[n] for n in own if n in wanted})
@@ -317,27 +307,21 @@ class Objects:
     def _relied_on(self, path: str, thing: object, entered: set[str]) -> Holder:
         """The place of those attributes of an object on which a recording relies."""
         own, module = own_dict(thing) or {}, issubclass(type(thing), torch.nn.Module)
-        if self._reads is not None and self._reads.knows(type(thing)):
-            read = self._reads.names(thing)
-            if read is not None:  # also what is not there yet
-                return object_attributes.named(path, thing, sorted(entered | (read - own.keys())), watched=module)
-            names = [n for n in own if n in entered] if identity(thing) in self._put else None
-        else:
-            names = None if self._any_attribute else [n for n in own if n in entered]
-        return object_attributes.attributes(path, thing, names, watched=module)
+        read = self._names_read(thing)
+        if read is not None:  # also what is not there yet
+            return object_attributes.named(path, thing, sorted(entered | (read - own.keys())), watched=module)
+        every = self._any_attribute if self._ran is None else identity(thing) not in self._put
+        return object_attributes.attributes(path, thing, None if every else [n for n in own if n in entered], watched=module)
+
+    def _names_read(self, thing: object) -> Set[str] | None:
+        """The names of the attributes that the call has read of an object; None if it is not known, or may be any."""
+        return self._reads.names(thing) if self._reads is not None else None
 
     @property
     def _any_attribute(self) -> bool:
         """Whether attributes of the user's objects may be read that are not named."""
         ran, mentions = self._ran, self.mentions
         return mentions.looks_around if ran is None else ran.looks_around or mentions.looks_unseen
-
-    def _may_read(self, thing: object, name: str, value: object) -> bool:
-        """Whether some code may read this attribute, or, where it is known what ran, may depend on it."""
-        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
-        if self._any_attribute or ran is None:
-            return self._any_attribute or name in self.mentions.reads
-        return self._named_otherwise(name) or (ran.names(name, of_module=module) and not self._slightly(thing, name, value))
 
     def _slightly(self, thing: object, name: str, value: object) -> bool:
         """Whether only its kind counts of what an attribute holds."""

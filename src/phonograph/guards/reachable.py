@@ -235,9 +235,9 @@ class Reach(Objects):
                 self._enter_attributes(path, thing, entered)
             for path, table, taken in self._tables:
                 keys = self._keys_read(table)
-                found = table.keys() - taken if keys is None else (keys & table.keys()) - taken
-                taken |= found
-                self._items(path, {k: v for k, v in table.items() if k in found})
+                taking = table.keys() - taken if keys is None else (keys & table.keys()) - taken
+                taken |= taking
+                self._items(path, {k: v for k, v in table.items() if k in taking})
             for path, thing, entered in self._opaque:
                 own = own_dict(thing) or {}
                 new = (own.keys() & self.mentions.reads) - entered

@@ -16,8 +16,8 @@ from .holders import Contents, Find, Holder, Part, Spot, kept, key_label
 from .identity import identity
 from .introspection import MISSING, own_dict
 
-__all__ = ["by_key", "cache", "dictionaries", "dictionary", "dictionary_without", "item", "items", "keyed", "nested", "ordered", "pairs",
-           "unordered", "with_inner", "without"]  # fmt: skip
+__all__ = ["by_key", "cache", "dictionaries", "dictionary", "dictionary_without", "item", "items", "keyed", "nested", "ordered",
+           "pairs", "unordered", "with_inner", "without"]  # fmt: skip
 
 
 # -- dictionaries. Read as (how many items, the keys, the values).

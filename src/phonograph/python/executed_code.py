@@ -19,7 +19,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from .bytecode import all_within, looks_around, matches, names_in, slight_use_in, used_in_full
-from .names_in_code import likeness
+from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_torchs, is_users, origin
 from .read_gate import Reads
 
@@ -55,8 +55,10 @@ class Ran:
         by_users = _NONE.union(*map(names_in, users))
         self._likenesses = {*map(likeness, codes)}
         self._names: Set[str] = _NONE.union(*map(names_in, others))
-        certain = reads is not None and reads.certain and "__getattribute__" not in self._names and _WRITES.isdisjoint(by_users)
-        self.reads = reads if certain else None
+        # But a method of that name writes to an object whose class has it.
+        writing = [code for code in users if not (code.co_name in _WRITES or is_written(code))]
+        past = "__getattribute__" in self._names or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
+        self.reads = reads if reads is not None and reads.certain and not past else None
         """What it has read of objects, if that is known."""
         self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
         self._others = others

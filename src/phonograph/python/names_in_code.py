@@ -30,7 +30,7 @@ from .introspection import asks_identity
 from .origin import is_torchs, is_users
 from .places import place
 
-__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "likeness"]
+__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "is_written", "likeness"]
 
 # Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
 # some schedulers cycle, which are given up first where not all can be followed.
@@ -179,9 +179,7 @@ class Mentions:
         """Whether this is code of a function of the user's that was not added, or was evaluated there."""
         if not is_users(code.co_filename) or code.co_name in _NO_FUNCTIONS or code.co_name.startswith(_RESUMES):
             return False
-        if code.co_filename == "<string>" and code.co_name in _WRITTEN:
-            return False
-        return likeness(code) not in self._known
+        return not is_written(code) and likeness(code) not in self._known
 
     def knows_alike(self, code: CodeType) -> bool:
         """Whether code was added that cannot be told from this one when it runs."""
@@ -207,6 +205,11 @@ class Mentions:
                 if not self.reads_settings and _reads_settings(code):
                     found.add("param_groups")
         return frozenset(found)
+
+
+def is_written(code: CodeType) -> bool:
+    """Whether this is a method that `dataclass` has written."""
+    return code.co_filename == "<string>" and code.co_name in _WRITTEN
 
 
 def likeness(code: CodeType) -> tuple[object, ...]:

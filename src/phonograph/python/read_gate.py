@@ -2,7 +2,7 @@
 
 Each read of an attribute goes through the `__getattribute__` of the object's class, whoever reads: code, `getattr` with a name
 that it has worked out, `str.format`, `copy`, C. So for the time of a call the classes of the objects in question have one that
-notes the name. It is exact where code is only guessed from: no name is missed, and none is noted that was read of another object.
+notes the name. No name is missed, and none is noted that was read of another object.
 
 A dictionary tells nobody what is read of it. But where an attribute holds one, the instructions after the read of the attribute
 do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
@@ -51,9 +51,10 @@ def is_gate(member: object) -> bool:
     return type(member) is FunctionType and member.__code__ in _gates
 
 
-def may_be_gated(kind: type) -> bool:
+def may_be_gated(kind: Thing) -> bool:
     """Whether reads of attributes of such objects can be noted."""
-    if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE or type(kind).__setattr__ is not type.__setattr__:
+    meta: Thing = type(kind)
+    if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE or meta.__setattr__ is not type.__setattr__:
         return False
     if kind.__getattribute__ is not object.__getattribute__ or issubclass(kind, (type, ModuleType)):
         return False
@@ -87,8 +88,11 @@ class Reads:
     @cached_property
     def tables(self) -> dict[int, set[object] | None]:
         """The keys that were read of dictionaries which attributes hold, by the identities of these; None for any."""
-        keys = {table: [keys_after(code).get(at, _ANY) for (_, at), code in reads.items()] for table, reads in self._read_at.items()}
-        return {table: None if _ANY in some else {*some} for table, some in keys.items()}
+        found: dict[int, set[object] | None] = {}
+        for table, reads in self._read_at.items():
+            keys = {keys_after(code).get(at, _ANY) for (_, at), code in reads.items()}
+            found[table] = None if _ANY in keys else keys
+        return found
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -123,10 +127,10 @@ class Reads:
                 end()
                 _noting.release()
 
-    def _gate(self) -> FunctionType:
+    def _gate(self) -> Thing:
         found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__
 
-        def __getattribute__(thing: object, name: str) -> object:
+        def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
             names = found.get(identity(thing))
             if names is None:
                 return get(thing, name)
@@ -141,11 +145,11 @@ class Reads:
 
         return __getattribute__
 
-    def _gate_of_writes(self) -> FunctionType:
+    def _gate_of_writes(self) -> Thing:
         """(What a call sets to what it was before counts as well: a replay does not set it.)"""
         found, put = self._names, object.__setattr__
 
-        def __setattr__(thing: object, name: str, value: object) -> None:
+        def __setattr__(thing: object, name: str, value: object) -> None:  # noqa: N807
             if (names := found.get(identity(thing))) is not None:
                 names.add(name)
             put(thing, name, value)

@@ -1,4 +1,4 @@
-"""Which key code reads of a dictionary, right where it loads the dictionary: ``config["clip"]``, ``self.config.get("clip", 1)``."""
+"""Which key code reads of a dictionary, right where it loads that: ``config["clip"]``, ``self.config.get("clip", 1)``."""
 
 from __future__ import annotations
 
