@@ -43,7 +43,7 @@ from ..guards.reachable import Reach
 from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
-from ..python.origin import BACKWARD, is_users
+from ..python.origin import BACKWARD
 from ..python.read_gate import Reads
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
@@ -302,8 +302,7 @@ class DryRun:
         if self._request.backward is not None or ran_compiled(codes):
             return None
         if not HEARS_ALL_THREADS:  # many backwards within each other go on in another thread on the CPU as well
-            nested = any(code.co_name == "backward" and is_users(code.co_filename) for code in codes)
-            if nested or self._request.device.torch_device.type != "cpu":
+            if listener.backward_of_users or self._request.device.torch_device.type != "cpu":
                 return None
         return Ran(codes, listener.elsewhere.values(), self._reads)
 

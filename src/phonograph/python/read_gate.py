@@ -39,6 +39,7 @@ _ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__
 _MOST = 400 if sys.version_info >= (3, 13) else sys.maxsize
 _gated = Counter[type]()
 _ANY = object()
+_NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
 _BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
 
 
@@ -138,7 +139,7 @@ class Reads:
                 by_torch = name == "__dict__" and issubclass(type(thing), module)
                 names |= _looked_up(sys._getframe(1)) if by_torch else {name}
             value = get(thing, name)
-            if type(value) is dict and name != "__dict__":
+            if type(value) is dict and name not in _NO_TABLES:
                 frame = sys._getframe(1)
                 at[identity(value)][identity(frame.f_code), frame.f_lasti] = frame.f_code
             return value
