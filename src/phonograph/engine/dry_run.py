@@ -301,9 +301,10 @@ class DryRun:
         codes = [*listener.ran]
         if self._request.backward is not None or ran_compiled(codes):
             return None
-        if not HEARS_ALL_THREADS:  # many backwards within each other go on in another thread on the CPU as well
-            if listener.backward_of_users or self._request.device.torch_device.type != "cpu":
-                return None
+        # Many backwards within each other go on in another thread on the CPU as well.
+        elsewhere = listener.backward_of_users or self._request.device.torch_device.type != "cpu"
+        if elsewhere and not HEARS_ALL_THREADS:
+            return None
         return Ran(codes, listener.elsewhere.values(), self._reads)
 
     def _left(self, found: Attributes, known: Ran | None, given: object, watch: OperatorWatch, listener: Listener) -> Left:
