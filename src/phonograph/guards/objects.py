@@ -309,7 +309,8 @@ class Objects:
         own, module = own_dict(thing) or {}, issubclass(type(thing), torch.nn.Module)
         read = self._names_read(thing)
         if read is not None:  # also what is not there yet
-            return object_attributes.named(path, thing, sorted(entered | (read - own.keys())), watched=module)
+            absent = read - own.keys() - self._put.get(identity(thing), set())
+            return object_attributes.named(path, thing, sorted(entered | absent), watched=module)
         every = self._any_attribute if self._ran is None else identity(thing) not in self._put
         return object_attributes.attributes(path, thing, None if every else [n for n in own if n in entered], watched=module)
 
