@@ -3,6 +3,7 @@
 import copy
 import threading
 import types
+from contextlib import suppress
 from enum import Enum
 
 import pytest
@@ -109,7 +110,7 @@ def test_what_cannot_be_gated(kind):
 def test_classes_are_as_before_also_after_an_exception():
     before = dict(vars(Plain)), dict(vars(nn.Module))
     reads = Reads([Plain(), Net()])
-    with pytest.raises(ZeroDivisionError), reads.noting():
+    with suppress(ZeroDivisionError), reads.noting():
         assert is_gate(vars(Plain)["__getattribute__"])
         assert is_gate(vars(nn.Module)["__getattribute__"])
         raise ZeroDivisionError
