@@ -81,7 +81,8 @@ class Source:
         return self.choice([
             f"{thing}.{name}", f"{thing}.{name}", f"getattr({thing}, 'abc'[{NAMES.index(name)}])", "holder.plain.d",
             "holder.layer.d", "holder.derived.total", "holder.derived.e", f"operator.attrgetter('{name}')({thing})",
-            f"float('{{0.{name}}}'.format({thing}))", f"vars(holder.plain)['{name}']", "sum(dataclasses.astuple(holder.fields))",
+            f"float('{{0.{name}}}'.format({thing}))", f"vars(holder.plain)['{name}']",
+            "sum(dataclasses.astuple(holder.fields))",
             f"copy.copy(holder.plain).{name}", f"getattr({thing}, 'absent', 7.0)", f"{table}['{key}']",
             f"{table}['c']['{key}']", f"{table}.get('{other}', 1.0)", f"float(len({table}))",
             f"sum(v for v in {table}.values() if type(v) is float)", f"(lambda t: t['a'])({table})", f"float('x' in {table})",
