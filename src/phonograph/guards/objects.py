@@ -124,7 +124,7 @@ class Objects:
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
-        self._keys: dict[int, set[object] | None] = {}  # those that code reads of variables, by the dictionaries' identities
+        self._keys: dict[int, set[object] | None] = {}  # those keys, or None, by the dictionaries' identities
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Reading, list[tuple[str, torch.Tensor]]] = defaultdict(
@@ -161,13 +161,14 @@ class Objects:
 
     def _keys_read(self, d: Table) -> set[object] | None:
         """The keys that code which ran has read of a dictionary; None if it may be any."""
-        reads = self._reads
-        if reads is None or type(d) is not dict or identity(d) in self.shared:
-            return None
-        if identity(d) in self._keys and self.mentions.names_globals:
-            return None
-        found = [keys[identity(d)] for keys in (self._keys, reads.tables) if identity(d) in keys]
-        return None if not found or None in found else set[object]().union(*filter(None, found))
+        unknown = self._reads is None or identity(d) in self.shared or self.mentions.names_globals
+        return None if unknown else self._keys.get(identity(d))
+
+    def _may_be_table(self, value: object, keys: Set[object] | None) -> None:
+        """A variable or an attribute has this value. If it is a dictionary, these keys are read of it there, or any."""
+        if type(value) is dict:
+            known = self._keys.get(identity(value), set())
+            self._keys[identity(value)] = None if keys is None or known is None else known | keys
 
     def _items(self, path: str, d: Table) -> None:
         seen, work = self._seen, self._work
@@ -273,9 +274,8 @@ class Objects:
             self._fixed(path, place.read())
 
     def _is_plain(self, kind: type) -> bool:
-        """Whether whoever reads attributes of such objects names them: only the user's code knows them, and, once it is known
-        what ran, that of packages which have their classes. Dataclasses and parsed arguments are made to be handed on: of them
-        it has to be known that nobody has asked for all. (Torch's layers name what they read, as well.)"""
+        """Whether it is known which attributes are read of such objects: once the call has run, because that was noted; before,
+        because only the user's code knows them, and names them. (Dataclasses are made to be handed on.)"""
         if self._ran is not None:
             return self._reads is not None and self._reads.knows(kind)
         if kind not in self._plain:
@@ -297,6 +297,9 @@ class Objects:
         wanted -= entered | self._put.get(identity(thing), set())
         wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
         entered |= wanted
+        tables = self._reads.tables if self._reads is not None else {}
+        for name in wanted:
+            self._may_be_table(own[name], tables.get(identity(own[name])))
         self._items(path, {n: own[n] for n in own if n in wanted})
 
     @property
@@ -320,7 +323,7 @@ class Objects:
 
     @property
     def _any_attribute(self) -> bool:
-        """Whether attributes of the user's objects may be read that are not named."""
+        """Whether attributes of the user's objects or classes may be read that are not named."""
         ran, mentions = self._ran, self.mentions
         return mentions.looks_around if ran is None else ran.looks_around or mentions.looks_unseen
 

@@ -253,7 +253,6 @@ class Reach(Objects):
             self._hold(self._relied_on(path, thing, entered))
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
-
         for path, kind in self._class_places:
             self._hold_class(path, kind)
         for path, table, _ in self._tables:
@@ -455,10 +454,9 @@ class Reach(Objects):
             self._work.append(("builtins", function.__builtins__))
 
     def _variable_read(self, f: FunctionType, name: str, value: object) -> None:
-        """A function has a variable of this name, with this value: if it is a dictionary, some of it may have been read."""
-        if type(value) is dict and self._ran is not None and self._ran.has(f.__code__):
-            keys, known = keys_of_variables(f.__code__).get(name, frozenset()), self._keys.get(identity(value), set())
-            self._keys[identity(value)] = None if keys is None or known is None else known | keys
+        """A function has a variable of this name, with this value, some of which it may have read."""
+        if self._ran is not None and self._ran.has(f.__code__):
+            self._may_be_table(value, keys_of_variables(f.__code__).get(name, frozenset()))
 
     def _looks_around(self, used: Used, g: dict[str, object], *, is_method: bool) -> None:
         """Whether code may read attributes that it does not name of modules."""

@@ -51,7 +51,7 @@ def keys_of_variables(code: CodeType) -> Mapping[str, frozenset[object] | None]:
         keys = keys_after(inner)
         names = {*inner.co_names, *inner.co_freevars, *inner.co_cellvars}
         for i in dis.get_instructions(inner):
-            if i.argval.__class__ is not str or i.argval not in names or i.opname in _CLOSURES or "ATTR" in i.opname:
+            if type(i.argval) is not str or i.argval not in names or i.opname in _CLOSURES or "ATTR" in i.opname:
                 continue
             if i.opname == "LOAD_METHOD" or (i.opname.startswith("LOAD_FAST") and i.argval not in inner.co_varnames):
                 continue

@@ -322,11 +322,27 @@ def test_c09_all_that_a_dictionary_has_is_read(device, read, where):
         assert_same(step(x), plain.step(x))
 
 
-def test_c09_a_dictionary_that_two_attributes_hold(device):
-    source = """
+TWICE = {
+    "two attributes": ("self.same = self.config", "self.same"),
+    "an attribute and a list": ("self.list = [self.config]", "self.list[0]"),
+    "an attribute and a function": ("self.f = lambda config=self.config: len(config)", "range(self.f())"),
+    "an attribute and a class": ("Trainer.same = self.config", "Trainer.same"),
+    "a class, by itself and by an object": ("Trainer.config = self.__dict__.pop('config')", "Trainer.config"),
+    "an attribute and a slot": ("self.slot = Slot(self.config)", "self.slot.value"),
+    "an attribute and a partial": ("self.f = functools.partial(len, self.config)", "range(self.f())"),
+}
+
+
+@pytest.mark.parametrize("where", TWICE)
+def test_c09_a_dictionary_that_is_found_twice(device, where):
+    keep, again = TWICE[where]
+    source = f"""
+        class Slot:
+            __slots__ = ("value",)
+            def __init__(self, value): self.value = value
         class Trainer(Base):
-            def __init__(self): super().__init__(); self.config = {"factor": 2.0}; self.same = self.config
-            def step(self, x): return self.update(x, self.config["factor"] * len(self.same))
+            def __init__(self): super().__init__(); self.config = {{"factor": 2.0}}; {keep}
+            def step(self, x): return self.update(x, self.config["factor"] * len({again}))
             def change(self): self.config["other"] = 3.0
     """
     mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
