@@ -83,9 +83,10 @@ def test_names_that_are_read(kind, how):
     read, names = READS[how]
     if how == "copied" and kind is Derived:
         pytest.skip("a copy asks such an object for methods that it makes up")
-    assert noted(kind(), read).names(kind()) is None  # of another object
-    thing = kind()
-    assert noted(thing, read).names(thing) == names
+    thing, other = kind(), kind()
+    reads = noted(thing, read)
+    assert reads.names(thing) == names
+    assert reads.names(other) is None
 
 
 def test_another_object_of_the_class_is_not_noted():
@@ -154,6 +155,9 @@ KEYS = {
     "two": (lambda x: x.table["x"] + x.table["y"], {"x", "y"}),
     "with a default": (lambda x: x.table.get("z", 3), {"z"}),
     "without": (lambda x: x.table.get("z"), {"z"}),
+    "asked for": (lambda x: "z" in x.table, {"z"}),
+    "asked for by one of two": (lambda x: [x.a, (("y" if x.a else "z") in x.table) + x.b, x.a + x.b], None),
+    "asked for by what is worked out": (lambda x: "Z".lower() in x.table, None),
     "worked out": (lambda x: x.table["X".lower()], None),
     "a default that is worked out": (lambda x: x.table.get("z", len(x.table)), None),
     "handed on": (lambda x: len(x.table), None),

@@ -1,4 +1,4 @@
-"""Which key code reads of a dictionary, right where it loads that: ``config["clip"]``, ``self.config.get("clip", 1)``."""
+"""Which key code reads of a dictionary, right where it loads that: ``config["clip"]``, ``config.get("clip", 1)``, ``"clip" in config``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = ["keys_after", "keys_of_variables"]
 
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP"})
 _LOADS = frozenset({"LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"})
+_VARIABLES = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_CALLS = frozenset({"CALL", "CALL_METHOD"})
 _CLOSURES = frozenset({"LOAD_CLOSURE", "MAKE_CELL", "COPY_FREE_VARS"})  # which hand a variable on to a function within
 
 
@@ -23,7 +25,7 @@ def keys_after(code: CodeType) -> Mapping[int, object]:
     found: dict[int, object] = {}
     heard = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
     for n, i in enumerate(heard):
-        if i.opname in _LOADS and (key := _key(heard[n + 1 : n + 5])):
+        if i.opname in _LOADS and (key := _key(heard[n + 1 : n + 5]) or _key_asked_for(heard, n)):
             found |= dict.fromkeys(range(i.offset, heard[n + 1].offset, 2), key[0])
     return found
 
@@ -33,9 +35,21 @@ def _key(after: list[dis.Instruction]) -> tuple[Thing, ...]:
     if after and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval == "get":
         default = len(after) > 2 and _is_constant(after[2])
         calls = after[2 + default : 3 + default]
-        return (after[1].argval,) if _is_constant(after[1]) and calls and calls[0].opname == "CALL" else ()
+        return (after[1].argval,) if _is_constant(after[1]) and calls and calls[0].opname in _CALLS else ()
     subscript = len(after) > 1 and (after[1].opname == "BINARY_SUBSCR" or after[1].argrepr == "[]")
     return (after[0].argval,) if subscript and _is_constant(after[0]) else ()
+
+
+def _key_asked_for(heard: list[dis.Instruction], n: int) -> tuple[Thing, ...]:
+    """The one key of which code asks whether it is in what the n-th instruction loads: ``"clip" in self.config``."""
+    first = n
+    while first and heard[first].opname == "LOAD_ATTR":
+        first -= 1
+    variable = heard[first].opname.startswith(_VARIABLES) and type(heard[first].argval) is str
+    if not (variable and heard[n + 1 : n + 2] and heard[n + 1].opname == "CONTAINS_OP"):
+        return ()
+    straight = first > 0 and not any(i.is_jump_target for i in heard[first : n + 2])
+    return (heard[first - 1].argval,) if straight and _is_constant(heard[first - 1]) else ()
 
 
 def _is_constant(i: dis.Instruction) -> bool:

@@ -47,6 +47,13 @@ LOOPS = {
             def between(self, n): self.config["done"] += 1
             def change(self): self.config["factor"] = 3.0
     """,
+    "a dictionary that is asked for a key": """
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.config = {"done": 0}
+            def step(self, x): return self.update(x, self.config["factor"] if "factor" in self.config else 2.0)
+            def between(self, n): self.config["done"] += 1
+            def change(self): self.config["factor"] = 3.0
+    """,
     "a dictionary in a dictionary": """
         class Trainer(Base):
             def __init__(self): super().__init__(); self.config = {"loss": {"factor": 2.0}, "log": []}
@@ -289,6 +296,7 @@ IN_OTHER_WAYS = {
     "under a name": "(lambda c: c['factor'] * len(c))(self.config)",
     "the key is worked out": "self.config['fac' + 'tor'] + self.config.get(self.other, 0.0)",
     "whether it is there": "2.0 if 'other' in self.config else 1.0",
+    "whether one of two is there": "2.0 if ('other' if self.other else 'factor') in self.config else 1.0",
     "unpacked": "(lambda factor, other=1.0: factor * other)(**self.config)",
     "one of two": "(self.config if self.other else {'factor': 1.0})['factor'] + sum(self.config.values())",
 }
