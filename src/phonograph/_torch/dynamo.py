@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from importlib.util import find_spec
 from types import CodeType, FrameType
@@ -44,6 +44,7 @@ __all__ = [
     "ran_compiled",
     "run_where_traced",
     "telling_of_compiled",
+    "tells_of_compilation",
     "traced_stack",
     "unbacked",
     "uncompiled",
@@ -192,6 +193,21 @@ def ran_compiled(ran: Iterable[CodeType]) -> bool:
         return False
     contexts = getattr(dynamo, "_TorchDynamoContext", None)
     return contexts is None or not _within(contexts.__call__.__code__).isdisjoint(ran)
+
+
+@contextmanager
+def tells_of_compilation(notice: Callable[[], None]) -> Iterator[None]:
+    """Call this where Dynamo begins to compile something, while the block runs."""
+    handler: Private = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is None or not hasattr(handler, "register_start_callback"):
+        yield
+        return
+    heard = handler.register_start_callback(lambda _: notice())
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # `torch._dynamo.reset` forgets all
+            handler.remove_start_callback(heard)
 
 
 def _within(code: CodeType) -> set[CodeType]:

@@ -46,7 +46,7 @@ from ..python.gc_control import telling_collections
 from ..python.identity import identity
 from ..python.introspection import is_table
 from ..python.loggers import ASKING, Question, question
-from ..python.origin import is_users, users_line
+from ..python.origin import BACKWARD, is_users, runs_through, users_line
 from ..state.rng import READS, SETS, asked
 from .effects import ANYONE, BEGINS_GROUP, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 
@@ -56,6 +56,7 @@ __all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "pause_profiling", "watchin
 # By identity: a code's hash goes through all its instructions.
 _FOLLOWED = frozenset(map(identity, ASKING.union(SETS)))  # functions of which each start is heard, and no effect by itself
 _READ = frozenset(map(identity, READS))
+_ENGINE = f"torch/autograd/graph.py:{BACKWARD}"
 _LISTS = frozenset({list, deque})  # which may be left with other values
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})  # whose methods change what they are called on, if anything
 
@@ -121,6 +122,7 @@ class Listener:
         self.starts = start_names | more.keys()
         self.more = more
         self.outer = outer
+        self.backward_of_users = False  # whether autograd has called code of theirs
         self._thread = threading.get_ident()
         self._collecting = collecting
 
@@ -181,6 +183,8 @@ class Listener:
         """A function starts for the first time. Raises `Overlooked` before it can do anything, if it was left out."""
         self._globals[identity(frame.f_code)] = frame.f_globals
         self.by_identity[identity(frame.f_code)] = frame.f_code
+        if frame.f_code.co_name == "backward" and is_users(frame.f_code.co_filename):
+            self.backward_of_users = self.backward_of_users or runs_through(frame, _ENGINE)
         left_out = self._left_out(frame)
         if left_out is not None:
             if isinstance(left_out, Refusal):

@@ -44,7 +44,8 @@ from ..guards.reachable import Reach
 from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
-from ..python.origin import BACKWARD, is_users
+from ..python.origin import BACKWARD
+from ..python.read_gate import Reads
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
 from ..values.pytree import Flattener, Opens, containers, flatten, unflatten
@@ -90,6 +91,8 @@ class DryRun:
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
         self._behaviour: Behaviour | None = None
+        counts = request.backward is None and request.terms.placement.within is None
+        self._reads = Reads(request.reach.objects) if counts else None
 
     def capture(self, most: float) -> Evidence:
         """Capture the call. Results of at most so many bytes in all are copied out by each replay.
@@ -254,6 +257,7 @@ class DryRun:
             nullcontext() if tracing is None else tracing.saving(),
             Cuts(request.terms.notes, reach, watch, self._outer, backward is not None),  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
+            nullcontext() if self._reads is None else self._reads.noting(),
             watching_python(self._outer, heard, reach.caching, reach.left_out, watch) as listener,
         ):
             self._listener, listener.found = listener, self._refused
@@ -302,11 +306,11 @@ class DryRun:
         codes = [*listener.ran]
         if self._request.backward is not None or ran_compiled(codes):
             return None
-        if not HEARS_ALL_THREADS:  # many backwards within each other go on in another thread on the CPU as well
-            nested = any(code.co_name == "backward" and is_users(code.co_filename) for code in codes)
-            if nested or self._request.device.torch_device.type != "cpu":
-                return None
-        return Ran(codes, listener.elsewhere.values())
+        # Many backwards within each other go on in another thread on the CPU as well.
+        elsewhere = listener.backward_of_users or self._request.device.torch_device.type != "cpu"
+        if elsewhere and not HEARS_ALL_THREADS:
+            return None
+        return Ran(codes, listener.elsewhere.values(), self._reads)
 
     def _left(self, found: Attributes, known: Ran | None, given: object, watch: OperatorWatch, listener: Listener) -> Left:
         """What the call has left in attributes and containers, where it had `found` this. It has `given` that away."""

@@ -8,7 +8,6 @@ count that some code names (a trainer may count its steps on `self`), so that mo
 from __future__ import annotations
 
 import abc
-import argparse
 import builtins
 import ctypes
 import operator
@@ -16,7 +15,7 @@ import sys
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
@@ -30,7 +29,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch.dynamic import Foreign, Reading, Table, Thing
 from .._torch.process_groups import sharding_of
-from .._torch.pytree import SUPPORTED_NODES
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
 from ..memory.loans import Borrowed
 from ..python import containers, memory_contents, object_attributes
@@ -41,9 +39,9 @@ from ..python.identity import identity
 from ..python.introspection import MISSING, is_users_class, is_users_function, own_dict, slots_of
 from ..python.names_in_code import CYCLED, LIVE, Mentions
 from ..python.origin import is_users
+from ..python.read_gate import Reads
 from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
-from . import packages
 from .attribute_effects import Left
 from .attribute_epochs import Room, room_of
 
@@ -63,7 +61,6 @@ _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _FIELDS = "__dataclass_fields__"
 _LAYERS = "torch.nn.modules."
 _FILLED = (list, deque, dict, defaultdict)
-_PARSED = frozenset(argparse.Namespace.__mro__) - {object}
 _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 BUILTINS = vars(builtins)
@@ -129,6 +126,8 @@ class Objects:
         self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
+        self._keys: dict[int, set[object] | None] = {}  # those keys, or None, by the dictionaries' identities
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Reading, list[tuple[str, torch.Tensor]]] = defaultdict(
@@ -136,6 +135,11 @@ class Objects:
         )  # those that say what they are, by how they do
         self._odd: list[tuple[str, torch.Tensor]] = []  # sparse ones and others that are no memory with a shape
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
+
+    @property
+    def objects(self) -> list[object]:
+        """Those that have attributes which code may read."""
+        return [*self._objects, *self.modules]
 
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""
@@ -152,8 +156,22 @@ class Objects:
 
     def _dict(self, path: str, d: Table, *, watched: bool = False) -> None:
         put = self._put.get(identity(d))
+        if not (put or watched) and self._keys_read(d) is not None:
+            self._tables.append((path, d, set()))
+            return
         self._hold(containers.dictionary_without(path, d, put) if put else containers.dictionary(path, d, watched=watched))
         self._items(path, {k: v for k, v in dict.items(d) if k not in put} if put else d)
+
+    def _keys_read(self, d: Table) -> set[object] | None:
+        """The keys that code which ran has read of a dictionary; None if it may be any."""
+        unknown = self._reads is None or identity(d) in self.shared or self.mentions.names_globals
+        return None if unknown else self._keys.get(identity(d))
+
+    def _may_be_table(self, value: object, keys: Set[object] | None) -> None:
+        """A variable or an attribute has this value. If it is a dictionary, these keys are read of it there, or any."""
+        if type(value) is dict:
+            known = self._keys.get(identity(value), set())
+            self._keys[identity(value)] = None if keys is None or known is None else known | keys
 
     def _items(self, path: str, d: Table) -> None:
         seen, work = self._seen, self._work
@@ -259,46 +277,58 @@ class Objects:
             self._fixed(path, place.read())
 
     def _is_plain(self, kind: type) -> bool:
-        """Whether whoever reads attributes of such objects names them: only the user's code knows them, and, once it is known
-        what ran, that of packages which have their classes. Dataclasses and parsed arguments are made to be handed on: of them
-        it has to be known that nobody has asked for all. (Torch's layers name what they read, as well.)"""
+        """Whether it is known which attributes are read of such objects: once the call has run, because that was noted; before,
+        because only the user's code knows them, and names them. (Dataclasses are made to be handed on.)"""
+        if self._ran is not None:
+            return self._reads is not None and self._reads.knows(kind)
         if kind not in self._plain:
-            ran = self._ran
             foreign = {base for base in kind.__mro__ if not is_users_class(base)} - _SILENT_BASES
-            handed_on = any(_FIELDS in vars(base) for base in kind.__mro__) or not foreign.isdisjoint(_PARSED)
-            asked = ran is None or ran.reads_fields or kind in SUPPORTED_NODES
-            if ran is not None:
-                foreign -= {base for base in foreign if base.__module__.startswith(_LAYERS)}
-            if ran is not None and not ran.packages_look_around:
-                foreign -= packages.read_by_name(kind, matches=ran.matches)
-            self._plain[kind] = not (foreign - _PARSED or (handed_on and asked))
+            self._plain[kind] = not (foreign or any(_FIELDS in vars(base) for base in kind.__mro__))
         return self._plain[kind]
 
     def _enter_attributes(self, path: str, thing: object, entered: set[str]) -> None:
         """Those attributes of an object that some code may read."""
         own = own_dict(thing) or {}
-        wanted = {n for n in own if self._may_read(thing, n, own[n]) or n.startswith("__")} - entered
-        wanted |= {n for n in own.keys() & UNNAMED if callable(own[n])} - entered
-        if issubclass(type(thing), torch.nn.Module):
-            wanted |= {n for n in own if n == "training" or n.startswith("_")} - entered
-            wanted -= {n for n in wanted if self._slightly(thing, n, own[n])}
-        wanted -= self._put.get(identity(thing), set())
+        if self._ran is None:
+            wanted = {n for n in own if self._any_attribute or n in self.mentions.reads or n.startswith("__")}
+            wanted |= {n for n in own.keys() & UNNAMED if callable(own[n])}
+            if issubclass(type(thing), torch.nn.Module):
+                wanted |= {n for n in own if n == "training" or n.startswith("_")}
+        else:
+            read = self._names_read(thing)
+            wanted = {*own} if read is None else {n for n in read & own.keys() if not self._slightly(thing, n, own[n])}
+        wanted -= entered | self._put.get(identity(thing), set())
         wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
         entered |= wanted
+        tables = self._reads.tables if self._reads is not None else {}
+        for name in wanted:
+            self._may_be_table(own[name], tables.get(identity(own[name])))
         self._items(path, {n: own[n] for n in own if n in wanted})
 
     @property
+    def _reads(self) -> Reads | None:
+        """What the call has read of objects, if that is known."""
+        return self._ran.reads if self._ran is not None and not self.mentions.looks_past else None
+
+    def _relied_on(self, path: str, thing: object, entered: set[str]) -> Holder:
+        """The place of those attributes of an object on which a recording relies."""
+        own, module = own_dict(thing) or {}, issubclass(type(thing), torch.nn.Module)
+        read = self._names_read(thing)
+        if read is not None:  # also what is not there yet
+            absent = read - own.keys() - self._put.get(identity(thing), set())
+            return object_attributes.named(path, thing, sorted(entered | absent), watched=module)
+        every = self._any_attribute if self._ran is None else identity(thing) not in self._put
+        return object_attributes.attributes(path, thing, None if every else [n for n in own if n in entered], watched=module)
+
+    def _names_read(self, thing: object) -> Set[str] | None:
+        """The names of the attributes that the call has read of an object; None if it is not known, or may be any."""
+        return self._reads.names(thing) if self._reads is not None else None
+
+    @property
     def _any_attribute(self) -> bool:
-        """Whether attributes of the user's objects may be read that are not named."""
+        """Whether attributes of the user's objects or classes may be read that are not named."""
         ran, mentions = self._ran, self.mentions
         return mentions.looks_around if ran is None else ran.looks_around or mentions.looks_unseen
-
-    def _may_read(self, thing: object, name: str, value: object) -> bool:
-        """Whether some code may read this attribute, or, where it is known what ran, may depend on it."""
-        ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
-        if self._any_attribute or ran is None:
-            return self._any_attribute or name in self.mentions.reads
-        return self._named_otherwise(name) or (ran.names(name, of_module=module) and not self._slightly(thing, name, value))
 
     def _slightly(self, thing: object, name: str, value: object) -> bool:
         """Whether only its kind counts of what an attribute holds."""

@@ -15,13 +15,11 @@ would have to change in each replay: such a call is refused, and what it has cha
 from __future__ import annotations
 
 import enum
-import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
-from importlib.machinery import EXTENSION_SUFFIXES
-from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 
 import torch
@@ -37,7 +35,7 @@ from ..python.introspection import MISSING, functions_of, has_attributes, is_use
 from ..python.origin import LIBRARY, is_ours, is_torchs, is_users, origin, written_out
 from ..values.keys import BY_IDENTITY, SCALARS, NoSignature, plain_key
 
-__all__ = ["Packages", "Value", "as_they_are", "attributes_of", "forwards_of", "functions_in", "is_anothers", "read_by_name",
+__all__ = ["Packages", "Value", "as_they_are", "attributes_of", "forwards_of", "functions_in", "is_anothers",
            "together", "values_in"]  # fmt: skip
 
 _SHORT = 64  # items of a list or a dictionary that is looked at
@@ -135,49 +133,6 @@ def _is_installed(kind: type) -> bool:
     module: object = sys.modules.get(str(kind.__module__))
     where = str(getattr(module, "__file__", None) or "<frozen>")
     return is_anothers(kind) and origin(where) is LIBRARY and not is_torchs(where)
-
-
-def read_by_name(kind: type, *, matches: bool) -> Set[type]:
-    """Those bases of a class of which all code that reads attributes of its objects names them: protocols, which only say what
-    others have, and classes of packages, if nothing that the class and these packages have is compiled, or looks attributes up
-    by itself. What `matches` an object reads it by places."""
-    protocols = {base for base in kind.__mro__ if vars(base).get("_is_protocol", False)}
-    installed = {base for base in kind.__mro__ if _is_installed(base)}
-    own = [base for base in kind.__mro__ if base in installed or is_users_class(base)]
-    by_places = matches and any("__match_args__" in vars(base) for base in installed)
-    if by_places or not all(_is_python(member) for base in own for member in vars(base).values()):
-        return protocols
-    packages = {base.__module__.partition(".")[0] for base in installed}
-    return protocols | installed if all(map(_names_what_it_reads, packages)) else protocols
-
-
-def _is_python(member: object) -> bool:
-    """Whether what a class has is a value, or Python code."""
-    if isinstance(member, (staticmethod, classmethod)):
-        member = member.__func__
-    if isinstance(member, property):
-        return all(type(f) is FunctionType for f in (member.fget, member.fset, member.fdel) if f is not None)
-    kind = type(member)
-    if kind in (FunctionType, *_OWN_DICT) or _is_plain(member) or isinstance(member, (type, *_TABLES, *_ROWS, tuple)):
-        return True
-    made = bool(kind.__flags__ & _HEAP) and not _is_compiled(sys.modules.get(str(kind.__module__)))
-    return made and kind not in _GETTERS
-
-
-def _names_what_it_reads(package: str) -> bool:
-    """Whether no module of a package is compiled, or has a function made to look up an attribute."""
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == package]
-    values = [v for m in modules for v in (own_dict(m) or {}).values()]
-    return not (any(map(_is_compiled, modules)) or any(type(v) in _GETTERS for v in values))
-
-
-def _is_compiled(module: object) -> bool:
-    return str((own_dict(module) or {}).get("__file__")).endswith((*EXTENSION_SUFFIXES,))
-
-
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_OWN_DICT = (MemberDescriptorType, GetSetDescriptorType)  # of slots, `__dict__` and `__weakref__`
-_GETTERS = (operator.attrgetter, operator.methodcaller)
 
 
 def functions_in(others: Iterable[Named], following: Following) -> Iterator[Value]:

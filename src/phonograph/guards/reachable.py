@@ -62,6 +62,8 @@ from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
+from ..python.read_gate import is_gate
+from ..python.subscripts import keys_of_variables
 from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
@@ -106,6 +108,7 @@ class Reach(Objects):
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
         self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
+        self._class_places: list[tuple[str, type]] = []
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
         self._spaces: dict[int, tuple[dict[str, object], set[str]]] = {}  # the globals of functions
@@ -175,7 +178,9 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
-        if not (left.paths or arguments or self._selected or any(map(has_more, self.modules)) or any(self._kinds.values())):
+        tables = any(h.contents is not None and type(h.contents.now()) is dict for h in self.holders)
+        narrows = self._selected or tables or any(map(has_more, self.modules)) or any(self._kinds.values())
+        if not (left.paths or arguments or narrows):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
         items = [*map(identity, left.items)]
@@ -228,6 +233,11 @@ class Reach(Objects):
                         self._visit(name, value)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
+            for path, table, taken in self._tables:
+                keys = self._keys_read(table)
+                taking = table.keys() - taken if keys is None else (keys & table.keys()) - taken
+                taken |= taking
+                self._items(path, {k: v for k, v in table.items() if k in taking})
             for path, thing, entered in self._opaque:
                 own = own_dict(thing) or {}
                 new = (own.keys() & self.mentions.reads) - entered
@@ -240,10 +250,14 @@ class Reach(Objects):
             if entered or self.mentions.looks_for_absent:
                 self._hold(object_attributes.some(path, thing, self.mentions.reads))
         for path, thing, entered in self._selected:
-            names = None if self._any_attribute else [n for n in own_dict(thing) or () if n in entered]
-            self._hold(object_attributes.attributes(path, thing, names, watched=issubclass(type(thing), torch.nn.Module)))
+            self._hold(self._relied_on(path, thing, entered))
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
+        for path, kind in self._class_places:
+            self._hold_class(path, kind)
+        for path, table, _ in self._tables:
+            keys = self._keys_read(table)
+            self._hold(containers.dictionary(path, table) if keys is None else containers.items(path, table, keys))
 
     @property
     def all_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -383,6 +397,7 @@ class Reach(Objects):
             if not unbound:
                 self._hold(place)
             for name, cell, value in zip(f.__code__.co_freevars, f.__closure__, place.read(), strict=True):
+                self._variable_read(f, name, value)
                 if name == "__class__" and isinstance(value, type):
                     self._class_of(value)  # `super()`, which makes no object of it
                 elif identity(cell) not in self._variables:
@@ -423,6 +438,8 @@ class Reach(Objects):
         if new and not unbound:
             held |= new
             self._hold(object_attributes.space("globals", g, sorted(new)))
+        for n in used.variables & g.keys():
+            self._variable_read(f, n, g[n])
         for n in sorted(new & g.keys()):
             self._variable_of(n, g[n], used.bare)
             if type(g[n]) is str and "format" in named:
@@ -435,6 +452,11 @@ class Reach(Objects):
         function: Thing = f  # not every version of the types knows that it has builtins
         if function.__builtins__ is not BUILTINS:  # `exec` was given others
             self._work.append(("builtins", function.__builtins__))
+
+    def _variable_read(self, f: FunctionType, name: str, value: object) -> None:
+        """A function has a variable of this name, with this value, some of which it may have read."""
+        if self._ran is not None and self._ran.has(f.__code__):
+            self._may_be_table(value, keys_of_variables(f.__code__).get(name, frozenset()))
 
     def _looks_around(self, used: Used, g: dict[str, object], *, is_method: bool) -> None:
         """Whether code may read attributes that it does not name of modules."""
@@ -596,11 +618,21 @@ class Reach(Objects):
 
     def _class(self, path: str, kind: type) -> None:
         space = vars(kind)
+        if self._ran is None or self._ran.matches:
+            self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
+        names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
+        self._work.extend((f"{path}.{n}", space[n]) for n in names)
+        self._class_places.append((path, kind))
+
+    def _hold_class(self, path: str, kind: type) -> None:
+        """What a class itself has, but for plain values that no code which ran names."""
+        space = vars(kind)
+        left_out = _KEPT_BY_PYTHON | {n for n, v in space.items() if self._is_unread(n, v)}
 
         def read() -> Reading:
             own: Thing = space
-            if "__slotnames__" in own or "__annotations_cache__" in own:
-                own = {n: v for n, v in own.items() if n not in _KEPT_BY_PYTHON}
+            if not left_out.isdisjoint(own) or is_gate(own.get("__getattribute__")):
+                own = {n: v for n, v in own.items() if not (n in left_out or is_gate(v))}
             return (len(own), *own, *own.values())
 
         def restore(values: Reading) -> None:
@@ -613,10 +645,15 @@ class Reach(Objects):
                 delattr(kind, name)
 
         self._hold(Holder(path, read, restore, named=containers.keyed, inside=lambda: (of_class(kind),)))
-        if self._ran is None or self._ran.matches:
-            self.mentions.add_words({n for n in space.get("__match_args__", ()) if isinstance(n, str)})
-        names = [n for n, v in space.items() if n not in _UNCALLED and not functions_of(v)]
-        self._work.extend((f"{path}.{n}", space[n]) for n in names)
+
+    def _is_unread(self, name: str, value: object) -> bool:
+        """Whether nothing that ran can have read this attribute of a class."""
+        ran = self._ran
+        if ran is None or type(value) not in LEAVES or name.startswith("__"):
+            return False
+        if self._any_attribute or ran.packages_look_around or ran.reads_fields:
+            return False
+        return not (self._named_otherwise(name) or ran.names(name, of_module=True))
 
 
 def _kinds(odd: list[tuple[str, torch.Tensor]]) -> Holder:

@@ -16,8 +16,8 @@ from .holders import Contents, Find, Holder, Part, Spot, kept, key_label
 from .identity import identity
 from .introspection import MISSING, own_dict
 
-__all__ = ["by_key", "cache", "dictionaries", "dictionary", "dictionary_without", "item", "keyed", "nested", "ordered", "pairs",
-           "unordered", "with_inner", "without"]  # fmt: skip
+__all__ = ["by_key", "cache", "dictionaries", "dictionary", "dictionary_without", "item", "items", "keyed", "nested", "ordered",
+           "pairs", "unordered", "with_inner", "without"]  # fmt: skip
 
 
 # -- dictionaries. Read as (how many items, the keys, the values).
@@ -88,6 +88,23 @@ def dictionary_without(path: str, d: dict[object, object], names: Set[object]) -
         return item(d, held[i])
 
     return kept(path, read)._replace(spot=spot)
+
+
+def items(path: str, d: Table, keys: Iterable[object]) -> Holder:
+    """What a plain dictionary has under these keys, if anything."""
+    held = tuple(keys)
+
+    def move(to: dict[object, object]) -> None:
+        nonlocal d
+        d = to
+
+    def named(path: str, i: int, _: Reading) -> str:
+        return f"{path}.{held[i]}" if isinstance(held[i], str) else f"{path}[{key_label(held[i])}]"
+
+    return kept(path, lambda: tuple([d.get(key, MISSING) for key in held]))._replace(
+        named=named, contents=Contents(lambda: d, move), tables=lambda: [d], spot=lambda i, _: item(d, held[i]),
+        inside=lambda: (d,),
+    )  # fmt: skip
 
 
 _values: Callable[[Table], Iterable[object]] = methodcaller("values")

@@ -19,8 +19,9 @@ from types import CodeType
 from typing import NamedTuple
 
 from .bytecode import all_within, looks_around, matches, names_in, slight_use_in, used_in_full
-from .names_in_code import likeness
+from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_torchs, is_users, origin
+from .read_gate import Reads
 
 __all__ = ["Ran", "is_resumed"]
 
@@ -31,6 +32,7 @@ _OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an
 # By which code may read what a function is bound to, though it does not run.
 _REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
                        "get_objects", "get_referents", "get_referrers"})  # fmt: skip
+_WRITES = frozenset({"__setattr__", "__delattr__"})  # by which code may write attributes past the gate where that is noted
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -45,14 +47,19 @@ class _Use(NamedTuple):
 class Ran:
     """All code that ran in a call."""
 
-    def __init__(self, called: Collection[CodeType], elsewhere: Collection[CodeType]) -> None:
-        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say."""
+    def __init__(self, called: Collection[CodeType], elsewhere: Collection[CodeType], reads: Reads | None = None) -> None:
+        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say. What was noted that it `reads`."""
         codes = [*called, *elsewhere]
         others = [code for code in codes if not is_torchs(code.co_filename)]
         users = [code for code in others if is_users(code.co_filename)]
         by_users = _NONE.union(*map(names_in, users))
         self._likenesses = {*map(likeness, codes)}
         self._names: Set[str] = _NONE.union(*map(names_in, others))
+        # But a method of that name writes to an object whose class has it.
+        writing = [code for code in users if not (code.co_name in _WRITES or is_written(code))]
+        past = "__getattribute__" in self._names or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
+        self.reads = reads if reads is not None and reads.certain and not past else None
+        """What it has read of objects, if that is known."""
         self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
         self._others = others
         self._uses: dict[str, _Use] = {}

@@ -30,7 +30,7 @@ from .introspection import asks_identity
 from .origin import is_torchs, is_users
 from .places import place
 
-__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "likeness"]
+__all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "is_written", "likeness"]
 
 # Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
 # some schedulers cycle, which are given up first where not all can be followed.
@@ -67,6 +67,7 @@ class Mentions:
         self.looks_around = _ANYTHING in self.reads  # whether attributes may be read that are not named: `getattr(x, name)`
         self.reads_settings = not _SETTINGS.isdisjoint(self.reads)  # of an optimizer
         self.looks_around_unknown = False  # of what has no name, or a local one
+        self.looks_past = False  # whether it may look at attributes past `__getattribute__`
         self.looks_unseen = False  # whether what does so may be no code
         self.asks_identity = False  # whether code may ask which object it has
         self._after: defaultdict[str, set[str]] = defaultdict(set)
@@ -118,6 +119,7 @@ class Mentions:
         code is searched."""
         if name in LOOKUPS:
             self.looks_anywhere()
+        self.looks_past = self.looks_past or name == "__getattribute__"
         if name in SPACES:
             self.spaces = self.computes_globals = True
         self.gets_modules = self.gets_modules or name in MODULES
@@ -177,9 +179,7 @@ class Mentions:
         """Whether this is code of a function of the user's that was not added, or was evaluated there."""
         if not is_users(code.co_filename) or code.co_name in _NO_FUNCTIONS or code.co_name.startswith(_RESUMES):
             return False
-        if code.co_filename == "<string>" and code.co_name in _WRITTEN:
-            return False
-        return likeness(code) not in self._known
+        return not is_written(code) and likeness(code) not in self._known
 
     def knows_alike(self, code: CodeType) -> bool:
         """Whether code was added that cannot be told from this one when it runs."""
@@ -205,6 +205,11 @@ class Mentions:
                 if not self.reads_settings and _reads_settings(code):
                     found.add("param_groups")
         return frozenset(found)
+
+
+def is_written(code: CodeType) -> bool:
+    """Whether this is a method that `dataclass` has written."""
+    return code.co_filename == "<string>" and code.co_name in _WRITTEN
 
 
 def likeness(code: CodeType) -> tuple[object, ...]:

@@ -13,11 +13,11 @@ from types import CellType
 
 from .._torch.dynamic import Reading, Thing
 from .containers import by_key, item, keyed, pairs
-from .holders import Holder, Part, Spot
+from .holders import Holder, Part, Spot, kept
 from .identity import identity
 from .introspection import MISSING, contents
 
-__all__ = ["attributes", "cells", "of_tensors", "slots", "some", "space"]
+__all__ = ["attributes", "cells", "named", "of_tensors", "slots", "some", "space"]
 
 
 def _attribute(thing: object, find: Callable[[], dict[str, object]], name: str) -> Spot:
@@ -83,6 +83,19 @@ def some(path: str, thing: object, names: Set[str]) -> Holder:
         d.update(before)
 
     return Holder(path, read, restore, named=keyed, spot=by_key(lambda name: _attribute(thing, find, name)))
+
+
+def named(path: str, thing: object, names: Iterable[str], *, watched: bool = False) -> Holder:
+    """Those attributes in an object's dictionary that have one of these names, whether or not they are there."""
+    find: Callable[[], Thing] = partial(object.__getattribute__, thing, "__dict__")
+    held = tuple(names)
+
+    def read() -> Reading:
+        get = find().get
+        return tuple([get(n, MISSING) for n in held])
+
+    place = kept(path, read)._replace(named=lambda path, i, _: f"{path}.{held[i]}", watched=watched, owner=thing)
+    return place._replace(spot=lambda i, _: _attribute(thing, find, held[i]), inside=lambda: (find(),))
 
 
 def slots(path: str, thing: object, descriptors: Sequence[tuple[str, Thing]]) -> Holder:

@@ -1,0 +1,164 @@
+"""Noting what a call reads of objects, by standing in the way of the reads.
+
+Each read of an attribute goes through the `__getattribute__` of the object's class, whoever reads: code, `getattr` with a name
+that it has worked out, `str.format`, `copy`, C. So for the time of a call the classes of the objects in question have one that
+notes the name. No name is missed, and none is noted that was read of another object.
+
+A dictionary tells nobody what is read of it. But where an attribute holds one, the instructions after the read of the attribute
+do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
+
+Other threads come through the gate as well; what they read is noted too, which does no harm. Reads that do not come through are
+few: compiled code (`torch.compile`), and `object.__getattribute__` where code calls it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import product
+from types import CodeType, FrameType, FunctionType, ModuleType
+
+import torch
+
+from .._torch.dynamic import Thing
+from .._torch.dynamo import tells_of_compilation
+from .identity import identity
+from .origin import is_torchs
+from .subscripts import keys_after
+
+__all__ = ["Reads", "is_gate", "may_be_gated"]
+
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
+# By which all attributes of an object are got at.
+_ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__"})
+# Times that one class is gated: from 3.13 on CPython gives a class 1,000 versions, and looks attributes up slowly after that.
+_MOST = 400 if sys.version_info >= (3, 13) else sys.maxsize
+_gated = Counter[type]()
+_ANY = object()
+_NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
+_BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
+
+
+_noting = threading.Lock()
+_gates = set[CodeType]()  # the code of what stands there for the time of a call
+
+
+def is_gate(member: object) -> bool:
+    """Whether a class has this only while reads are noted."""
+    return type(member) is FunctionType and member.__code__ in _gates
+
+
+def may_be_gated(kind: Thing) -> bool:
+    """Whether reads of attributes of such objects can be noted."""
+    meta: Thing = type(kind)
+    if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE or meta.__setattr__ is not type.__setattr__:
+        return False
+    if kind.__getattribute__ is not object.__getattribute__ or issubclass(kind, (type, ModuleType)):
+        return False
+    if issubclass(kind, torch.nn.Module):
+        return kind.__setattr__ is torch.nn.Module.__setattr__ and _gated[torch.nn.Module] < _MOST
+    others = kind.__module__.partition(".")[0] in ("torch", "phonograph")
+    return kind.__setattr__ is object.__setattr__ and not others and _gated[kind] < _MOST
+
+
+class Reads:
+    """What is read of these objects, which the caller keeps alive."""
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        things = [*objects]
+        self._kinds = {*filter(may_be_gated, {*map(type, things)})}
+        self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
+        # By the identities of dictionaries, where attributes that hold them were read: the code, and at which instruction.
+        self._read_at: dict[int, dict[tuple[int, int], CodeType]] = defaultdict(dict)
+        self.certain = True
+        """Whether nothing has been read past the gate."""
+
+    def names(self, thing: object) -> set[str] | None:
+        """The names of the attributes that were read of an object, whether or not it has them; None if it may be any."""
+        names = self._names.get(identity(thing))
+        return None if names is None or not _ALL.isdisjoint(names) else names
+
+    def knows(self, kind: type) -> bool:
+        """Whether reads of such objects were noted."""
+        return kind in self._kinds
+
+    @cached_property
+    def tables(self) -> dict[int, set[object] | None]:
+        """The keys that were read of dictionaries which attributes hold, by the identities of these; None for any."""
+        found: dict[int, set[object] | None] = {}
+        for table, reads in self._read_at.items():
+            keys = {keys_after(code).get(at, _ANY) for (_, at), code in reads.items()}
+            found[table] = None if _ANY in keys else keys
+        return found
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is read while the block runs."""
+        modules = {kind for kind in self._kinds if issubclass(kind, torch.nn.Module)}
+        kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # which they have it from
+        if not _noting.acquire(blocking=False):  # another thread captures
+            self.certain = False
+            yield
+            return
+        gates = {"__getattribute__": self._gate(), "__setattr__": self._gate_of_writes()}
+        _gates.update(gate.__code__ for gate in gates.values())
+        put = list[tuple[type, str]]()
+
+        def end() -> None:
+            while put:
+                type.__delattr__(*put.pop())
+
+        def compiles() -> None:
+            self.certain = False
+            end()
+
+        with tells_of_compilation(compiles):
+            try:
+                for kind, name in product(kinds, gates):
+                    if kind is not torch.nn.Module or name == "__getattribute__":  # whose writes say what they write
+                        type.__setattr__(kind, name, gates[name])
+                        put.append((kind, name))
+                _gated.update(kinds)
+                yield
+            finally:
+                end()
+                _noting.release()
+
+    def _gate(self) -> Thing:
+        found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__
+
+        def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
+            names = found.get(identity(thing))
+            if names is None:
+                return get(thing, name)
+            if name not in names:
+                by_torch = name == "__dict__" and issubclass(type(thing), module)
+                names |= _looked_up(sys._getframe(1)) if by_torch else {name}
+            value = get(thing, name)
+            if type(value) is dict and name not in _NO_TABLES:
+                frame = sys._getframe(1)
+                at[identity(value)][identity(frame.f_code), frame.f_lasti] = frame.f_code
+            return value
+
+        return __getattribute__
+
+    def _gate_of_writes(self) -> Thing:
+        """(What a call sets to what it was before counts as well: a replay does not set it.)"""
+        found, put = self._names, object.__setattr__
+
+        def __setattr__(thing: object, name: str, value: object) -> None:  # noqa: N807
+            if (names := found.get(identity(thing))) is not None:
+                names.add(name)
+            put(thing, name, value)
+
+        return __setattr__
+
+
+def _looked_up(frame: FrameType) -> set[str]:
+    """What code reads of a module of which it has asked for all attributes. Torch's own looks up where a name belongs."""
+    by_name = frame.f_code.co_name in _BY_NAME and is_torchs(frame.f_code.co_filename)
+    return {frame.f_locals["name"]} if by_name else {"__dict__"}
