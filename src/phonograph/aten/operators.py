@@ -20,8 +20,8 @@ from ..python.identity import identity
 from ..values.wording import MARKED, source_of
 from .collectives import COLLECTIVES, communicates
 
-__all__ = ["MASKED", "Meaning", "bytes_written", "check", "constant", "made_integers", "meaning", "operands", "reaches_beside",
-           "reads_value", "remedy", "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
+__all__ = ["MASKED", "Meaning", "bytes_written", "can_run_live", "check", "constant", "made_integers", "meaning", "operands",
+           "reaches_beside", "reads_value", "remedy", "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -192,6 +192,11 @@ def _answers_from_data(func: OpOverload) -> bool:
         return False
     plain = not any("Tensor" in str(r.type) for r in schema.returns)
     return plain and any("Tensor" in str(a.type) for a in schema.arguments)
+
+
+def can_run_live(func: OpOverload | None) -> bool:
+    """Whether an operator may run between segments: not if it gives a plain value, which no later segment can read."""
+    return func is not None and not _answers_from_data(func)
 
 
 def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:

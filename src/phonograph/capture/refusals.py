@@ -23,8 +23,8 @@ _REMEDIES = {
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
     "torch/utils/data/dataloader.py": "take the batch outside, and pass its tensors as arguments",
-    "transformers/masking_utils.py": "transformers looks whether the attention needs a mask: pass a four-dimensional "
-    "attention_mask, or use an attention that gets none (docs/details.md)",
+    "transformers/masking_utils.py": 'transformers looks whether the attention needs a mask: fallback="split", or pass a '
+    "four-dimensional attention_mask, or use an attention that gets none (docs/details.md)",
 }
 
 

@@ -145,7 +145,7 @@ class Cuts:
             part = Decision(number, source_of(READS_NUMBER.name()), users_line())
             self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
             return number
-        raise Unseen(f"{runs}, and did not read it before", "read it in every call", final=False)
+        raise self._watch.located(Unseen(f"{runs}, and did not read it before", "read it in every call", final=False))
 
     def _may_be_written(self, tensors: list[torch.Tensor]) -> None:
         """These from outside are given to a marked function as they are. Where a call begins again, they are put back, if they

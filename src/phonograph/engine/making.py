@@ -14,6 +14,7 @@ from typing import Any
 
 from .._torch import ddp as torch_ddp
 from .._torch.dynamic import Thing
+from ..aten.operators import can_run_live
 from ..autograd.backward import Backward, Forward
 from ..autograd.function import Joint
 from ..autograd.saved_hooks import Tracing
@@ -233,7 +234,7 @@ class Maker:
             capture.device = refusal.device
         elif isinstance(refusal, Decides) and refusal.site not in capture.decisive and len(capture.decisive) < _DECISIVE:
             capture.decisive |= {refusal.site}
-        elif self._options.fallback == "split" and refusal.operator is not None and refusal.operator not in capture.split:
+        elif self._options.fallback == "split" and can_run_live(refusal.operator) and refusal.operator not in capture.split:
             capture.split |= {refusal.operator}
         elif isinstance(refusal, Unmarked) and not describer.marked:
             describer.marked = True

@@ -183,6 +183,26 @@ def test_c11_without_split_such_a_call_runs_live(device):
     assert 'fallback="split"' in reasons(f)
 
 
+INSIDE = {
+    "an index": lambda x, n: x[n],
+    "a size": lambda x, n: torch.ones(3, device=x.device).repeat(n),
+    "a number to fill with": lambda x, n: torch.full((3,), n, device=x.device),
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_c11_a_number_that_an_operator_reads(device, what):
+    """It is named, and not the number by which the call goes on before."""
+    function = INSIDE[what]
+    f = recorded(lambda x, n: (x * 2 if (x > 0).all() else x - 1).sum() + function(x, n))
+    for i in range(8):
+        x, n = ramp(device, 3, start=1), torch.tensor(i % 3, device=device)
+        assert_same(f(x, n), (x * 2).sum() + function(x, n))
+    assert pg.stats(f).replayed == 0
+    assert all("reads a tensor's value on the host" in reason for reason in pg.stats(f).refusals), reasons(f)
+    assert len(pg.stats(f).refusals) == 1
+
+
 def test_c08_a_model_of_transformers_that_looks_into_its_mask(device):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
