@@ -63,6 +63,9 @@ class Graph:
     """What autograd notes of one body. What it saves is used again where the backward of this body runs, and nowhere else: it
     is there where the body was taken."""
 
+    keeps = False
+    """Whether it keeps what was made in the body."""
+
     def met(self, operands: Sequence[torch.Tensor], made: object) -> None:
         """The body has called an operator with these, which has given that."""
 
@@ -80,7 +83,7 @@ class ControlFlow(CallMemory, Refusals):
         """The storages that were made in a body and are kept for its backward."""
         self._place: list[tuple[int, int]] = []  # of the bodies that run now: which branch or loop, and which body of that
         self._flows = 0  # branches and loops so far
-        self._cast_at: dict[tuple[int, int], tuple[list[tuple[int, int]], int]] = {}
+        self._cast_at: dict[tuple[int, int], tuple[list[tuple[int, int]], int, bool]] = {}
         self.graphs: list[Graph] = []
         """Those of the bodies that run now, forwards or backwards, the innermost last."""
         self._loops: list[int] = []  # of the loops whose bodies run now: how many storages the call had made before
@@ -271,7 +274,7 @@ class ControlFlow(CallMemory, Refusals):
             raise self.located(Refusal(f"changes {place} in a branch or loop",
                                        "return it from the body, or keep it in a tensor that is written in place"))  # fmt: skip
         left = self._left_by(made, kept)
-        if graph is not None:
+        if graph is not None and graph.keeps:
             self.saved.update((key, graph) for key in left if key not in self.saved)
         elif left:
             lost = self._lost
@@ -306,8 +309,8 @@ class ControlFlow(CallMemory, Refusals):
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:
         if t.requires_grad:
-            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient", "record the backward in the same "
-                                       "call, and give a loop max_iterations; or call it under torch.no_grad()"))  # fmt: skip
+            remedy = "record the backward in the same call, and give a loop max_iterations; or call it under torch.no_grad()"
+            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient", remedy))
 
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
@@ -363,12 +366,13 @@ class ControlFlow(CallMemory, Refusals):
         Raises:
             Refusal: it may be, by which bodies are taken.
         """
-        here, (there, flows) = self._place, self._cast_at.get((storage_id(t), ended), ([], self._flows))
+        here, graph = self._place, torch.is_grad_enabled()
+        there, flows, other = self._cast_at.get((storage_id(t), ended), ([], self._flows, False))
         apart = next((a[0] == b[0] for a, b in zip(here, there, strict=False) if a != b), False)
-        if flows != self._flows and not apart:
+        if flows != self._flows and not apart and (graph or other):
             raise Refusal("casts a weight in a branch or loop and elsewhere, for which autocast does it once in eager",
                           "turn off autocast's cache (cache_enabled=False)")  # fmt: skip
-        self._cast_at[storage_id(t), ended] = [*here], self._flows
+        self._cast_at[storage_id(t), ended] = [*here], self._flows, graph
 
 
 class _Surroundings(Reach):

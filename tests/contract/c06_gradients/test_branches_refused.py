@@ -184,5 +184,5 @@ def test_c06_weights_of_one_body_have_to_keep_gradients(device):
 
 def test_c06_gradients_that_are_kept_from_some_call_on(device):
     """Each body has been taken by then."""
-    both = trains(device, skipped, flags=FLAGS * 3, given=False)
+    both = trains(device, skipped, flags=(0,) * 6 + FLAGS * 3, given=False)
     assert "zero_grad(set_to_none=False)" in reasons(both.recorded)
