@@ -31,7 +31,6 @@ from ..guards.sameness import all_same
 from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
-from ..python.gc_control import uncollected
 from .call_memory import CallMemory
 from .digest import Digest
 from .effects import ANYONE, Effect, Starts
@@ -180,7 +179,7 @@ class ControlFlow(CallMemory, Refusals):
         with self._unheard() as heard:
             around = self._around(roots)
             self._flush()
-            with self._looping(), uncollected():
+            with self._looping():
                 self.capture_loop(goes_on, partial(self._within, turn, buffers, around, heard))
         return buffers
 
@@ -271,8 +270,8 @@ class ControlFlow(CallMemory, Refusals):
         if around.begins_steps():
             raise self.located(Unseen("steps an optimizer for the first time", "call it once before", final=False))
         if (place := around.changed()) is not None:
-            raise self.located(Refusal(f"changes {place} in a branch or loop",
-                                       "return it from the body, or keep it in a tensor that is written in place"))  # fmt: skip
+            raise self.located(Refusal(f"changes {place} in a branch or loop", "return it from the body, or write a tensor in "
+                                       "place (gradients: zero_grad(set_to_none=False))"))  # fmt: skip
         left = self._left_by(made, kept)
         if graph is not None and graph.keeps:
             self.saved.update((key, graph) for key in left if key not in self.saved)
@@ -366,7 +365,7 @@ class ControlFlow(CallMemory, Refusals):
         Raises:
             Refusal: it may be, by which bodies are taken.
         """
-        here, graph = self._place, torch.is_grad_enabled()
+        here, graph = self._place, bool(self.graphs) and torch.is_grad_enabled()
         there, flows, other = self._cast_at.get((storage_id(t), ended), ([], self._flows, False))
         apart = next((a[0] == b[0] for a, b in zip(here, there, strict=False) if a != b), False)
         if flows != self._flows and not apart and (graph or other):
@@ -392,8 +391,11 @@ class _Around:
     def changed(self) -> str | None:
         """The name of something that is another now."""
         found = [*changed(self._holders)]
-        found += [name for (name, _), old, new in zip(self._tensors, self._states, self._read(), strict=True)
-                  if old[0] != new[0] or not all_same(old[1:], new[1:])]  # fmt: skip
+        for (name, t), old, new in zip(self._tensors, self._states, self._read(), strict=True):
+            if old[0] != new[0] or not all_same(old[2:], new[2:]):
+                found.append(name)
+            elif old[1] is not new[1]:
+                found.append(f"{name}.grad" if t.is_leaf else name)
         return next(iter(found), None)
 
     def begins_steps(self) -> bool:

@@ -1,6 +1,8 @@
 """C24: `pg.cond` and `pg.switch`. One recording has all branches, and a replay runs the one that is taken: values, writes,
 random numbers and held results are eager's."""
 
+import decimal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,6 +253,46 @@ def test_c24_autocast_within_and_around(device):
     assert_one_recording(side_by_side(make, keep="always"), flips(device, (2, 4)))
 
 
+def test_c24_weights_that_autocast_casts_in_a_branch(device):
+    """Each casts its own: another's is only there where that is taken."""
+
+    def make():
+        net = nn.Linear(4, 4).to(device)
+
+        def f(x, p):
+            with torch.autocast(device.type, torch.bfloat16):
+                y = pg.cond(p > 0, lambda: (net(x) + 1).detach(), lambda: net(x * 2).detach())
+                return y, net(x).detach()
+
+        return f, net
+
+    assert_one_recording(side_by_side(make, keep="always"), flips(device, (2, 4)))
+
+
+def test_c24_what_follows_is_captured_as_after_the_branch_that_is_taken(device):
+    """Where it would raise after the other."""
+    if device.type == "cuda":
+        pytest.skip("a capture on a GPU knows no values")
+
+    def make():
+        table, place = ramp(device, 4), torch.zeros(1, dtype=torch.int64)
+
+        def f(x, p):
+            def one():
+                return place.copy_((p < 0) * 100) + 1
+
+            def other():
+                return place.copy_((p > 0) * 100) + 1
+
+            index = pg.cond(p > 0, one, other)
+            return table.index_select(0, place) + table.index_select(0, index)
+
+        return f, place
+
+    assert_one_recording(side_by_side(make, keep="always"), flips(device))
+    assert_one_recording(side_by_side(make, keep="always"), flips(device, turns=[-turn for turn in TURNS]))
+
+
 def test_c24_changed_weights_and_shapes(device):
     def make():
         net = nn.Linear(4, 4).to(device).requires_grad_(False)
@@ -300,3 +342,46 @@ def test_c24_a_module_without_gradients(device):
     for x, p in flips(device, (2, 4)):
         assert torch.equal(net(x, p), net.linear(x if p > 0 else x * 2))
     assert counts(net) == (1, 1, len(TURNS) - 1), reasons(net)
+
+
+def test_c24_an_audit_knows_whose_an_operator_is(device):
+    """One goes from one branch to the other, by what Python does not show."""
+    total = torch.zeros(4, device=device)
+
+    def f(p):
+        first = decimal.getcontext().prec == 2
+
+        def one():
+            total.add_(1)
+            if first:
+                total.mul_(2)
+
+        def other():
+            if not first:
+                total.mul_(2)
+            total.sub_(1)
+
+        pg.cond(p > 0, one, other)
+
+    recorded, up = pg.record(f, audit=1), torch.ones((), device=device)
+    with decimal.localcontext() as context:
+        context.prec = 2
+        for _ in range(4):
+            recorded(up)
+        context.prec = 3
+        total.zero_()
+        with pytest.warns(pg.Stale):
+            recorded(up)
+    assert torch.equal(total, torch.ones_like(total))
+
+
+def test_c24_nothing_stands_in_the_way(device):
+    """What a live call reads to go on is no obstacle."""
+
+    def f(x, p):
+        start = torch.zeros((), device=x.device)
+        return pg.cond(p > 0, torch.sin, torch.cos, x) + pg.while_loop(lambda i: i < p, lambda i: i + 1, start)
+
+    found = pg.check(f, ramp(device, 4), torch.ones((), device=device))
+    assert found.records
+    assert list(found.obstacles) == []

@@ -227,12 +227,12 @@ class Circle:
 
 
 def test_c24_garbage_is_nothing_that_a_turn_needs(device):
-    """What the call has let go of before may be collected in the middle of a turn."""
+    """Of what a turn leaves in a circle, and of what the call has left so before."""
 
     def f(x, n):
         for _ in range(30):
             Circle(x * 2)
-        return pg.while_loop(lambda i, a: i < n, lambda i, a: ([[] for _ in range(3000)], (i + 1, a + x))[1], (zero(x), x))
+        return pg.while_loop(lambda i, a: i < n, lambda i, a: (i + 1, a + Circle(x * 3).tensor), (zero(x), x))
 
     assert_one_recording(plain(f, keep="always"), calls(device))
 
