@@ -24,6 +24,7 @@ SCRIPTS = (
     "loss_curves",
     "activation_memory",
     "compile_overhead",
+    "control_flow",
     "data_dependent",
     "llama_decode",
     "pairs",

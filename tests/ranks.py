@@ -129,6 +129,40 @@ def all_reduce_while_it_works(x):
     return out + total
 
 
+def reduces_before_a_branch(x):
+    import phonograph as pg
+
+    y = x * 2
+    dist.all_reduce(y)
+    return pg.cond(y.sum() % 3 > 1, lambda y: y + 1, lambda y: y * 2, y)
+
+
+def reduces_after_a_loop(x):
+    import phonograph as pg
+
+    y = pg.repeat(x[0].long() % 3, lambda y: y + 1, x)
+    dist.all_reduce(y)
+    return y
+
+
+def reduces_around_a_branch(x):
+    y = reduces_before_a_branch(x)
+    dist.all_reduce(y)
+    return y
+
+
+def reduces_in_a_branch(x):
+    """All ranks take the same one."""
+    import phonograph as pg
+
+    def reduced(y):
+        y = y * 1
+        dist.all_reduce(y)
+        return y
+
+    return pg.cond(x[0] % 3 > 3, lambda y: y * 2, reduced, x)
+
+
 def two_under_way(x):
     a, b = x * 2, x + 1
     first, second = dist.all_reduce(a, async_op=True), dist.all_reduce(b, async_op=True)
@@ -1022,6 +1056,9 @@ CASES = {
         coalesces, barrier, gathers_objects, all_reduce_while_it_works, two_under_way, never_waits, asks_how_far_it_is,
         catches_what_fails, gathers_in_place, broadcast_of_indices, all_reduce_of_integers, all_reduce_coalesced,
         sends_both_ways, functional_while_it_works, functional_operators, is_refused_within_a_group,
+    )},
+    **{f.__name__: _of_x(f) for f in (
+        reduces_before_a_branch, reduces_after_a_loop, reduces_around_a_branch, reduces_in_a_branch,
     )},
     "recorded_on_one_rank": _of_x(all_reduce, only=1),
     "gives_up_late": _of_x(gives_up_late, only=1),

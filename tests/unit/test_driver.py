@@ -100,3 +100,26 @@ def test_work_has_the_names_that_a_profiler_shows(monkeypatch):
 def test_work_on_branches_is_in_no_row(monkeypatch, waits):
     nodes = {11: (0, b"a", []), 12: (0, b"b", [11]), 13: (0, b"c", waits)}
     assert not graph_of(monkeypatch, nodes).in_a_row
+
+
+def test_nothing_is_named_of_a_graph_with_branches(monkeypatch):
+    monkeypatch.setattr(driver, "nodes", lambda graph: [11, 12])
+    assert work_of(1, branches=True) == ([""] * 2, False)
+
+
+@pytest.mark.parametrize(("outer", "captured", "goes"), [(0, 5, [5]), (3, 5, [3]), (3, 0, [])],
+                         ids=["a graph", "a body", "a body that is no more"])  # fmt: skip
+def test_a_capture_that_is_given_up_takes_its_graph_along(monkeypatch, outer, captured, goes):
+    gone, began = [], []
+
+    def end(stream, graph):
+        graph._obj.value = captured
+
+    functions = {
+        "cuStreamEndCapture": end,
+        "cuGraphDestroy": lambda graph: gone.append(getattr(graph, "value", graph)),
+        "cuStreamBeginCapture_v2": lambda stream, mode: began.append(stream) or 0,
+    }
+    monkeypatch.setattr(driver, "function", lambda name, *_: functions[name])
+    driver.capture_nothing(7, outer)
+    assert (gone, began) == (goes, [7])

@@ -296,14 +296,14 @@ class ControlFlow(CallMemory, Refusals):
         made = self.made
         found = [*body()]
         for i, t in enumerate(found):
+            if attributes(t):
+                raise self.located(Refusal(f"returns a tensor from {said}, which has attributes", "return them beside it"))
+            self._without_gradient(t, said)
             if has_memory(t) and storage_id(t) not in self.known:  # compiled code has made it, by no operator
                 found[i] = t = self.copied(t)
             if not self.made_since(t, made) and storage_id(t) not in given:
                 raise self.located(Refusal(f"returns a tensor from {said}, which was there before",
                                            "pass it as an operand, or return a clone of it"))  # fmt: skip
-            if attributes(t):
-                raise self.located(Refusal(f"returns a tensor from {said}, which has attributes", "return them beside it"))
-            self._without_gradient(t, said)
         return found
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:

@@ -156,7 +156,7 @@ def test_c02_states_that_depend_on_bodies_are_refused(cuda):
 
         return pg.cond(pred, draws, lambda x: x * 2, x)
 
-    for f, said in ((after, "after a branch or loop that draws"), (inside, "in the body of a branch or loop")):
+    for f, said in ((after, "after a branch or loop that draws"), (inside, "in a branch or loop")):
         both = plain(f)
         for n in range(4):
             both(torch.ones(33, device=cuda), flag(n % 2 == 0, cuda))

@@ -21,7 +21,7 @@ OTHERS = (
     "functional_coalesced", "recomputes", "functional_operators", "row_parallel_module", "column_parallel_module",
     "splits_at_a_collective", "all_reduce_while_it_works", "two_under_way", "gathers_in_place", "broadcast_of_indices",
     "all_reduce_of_integers", "functional_while_it_works", "gather", "scatter", "sends_both_ways", "all_reduce_coalesced",
-    "functional_is_returned",
+    "functional_is_returned", "reduces_before_a_branch", "reduces_after_a_loop",
 )  # fmt: skip
 REFUSED = {
     "gathers_objects": r"communicates with other ranks \(all_gather_object\)",
@@ -85,6 +85,20 @@ def test_c01_a_group_or_a_mesh_that_is_an_argument_is_one_or_another(backend):
     for told in found(backend):
         assert told["given_its_group"]["recorded"] == 2, told["given_its_group"]["reasons"]
         assert told["given_its_group"]["replayed"] >= ranks.CALLS - 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_c23_branches_do_not_communicate(backend):
+    for told in found(backend):
+        assert "(all_reduce) in a branch or loop" in told["reduces_in_a_branch"]["reasons"]
+        assert told["reduces_in_a_branch"]["live"] == ranks.CALLS
+
+
+@pytest.mark.cuda
+def test_c23_nccl_communicates_on_one_side_of_a_branch():
+    for told in found("nccl"):
+        assert "before and after a branch or loop" in told["reduces_around_a_branch"]["reasons"]
+        assert told["reduces_around_a_branch"]["live"] == ranks.CALLS
 
 
 @pytest.mark.parametrize("case", REFUSED)

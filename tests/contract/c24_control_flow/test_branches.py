@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from tests.helpers import counts, plain, ramp, reasons, side_by_side
+from tests.helpers import counts, may_run_live, plain, ramp, reasons, side_by_side
 
 TURNS = (1, -1, 1, 1, -1, -1, 1, -1)
 
@@ -185,13 +185,22 @@ def test_c24_random_numbers_are_eagers(device):
     assert_one_recording(plain(f, keep="always"), flips(device))
 
 
+@may_run_live
 def test_c24_a_generator_of_the_users(device):
+    """A GPU is told of the default one alone how far it has come in a branch."""
+
     def make():
         g = torch.Generator(device)
         g.manual_seed(3)
-        return lambda x, p: pg.cond(p > 0, lambda: x + torch.rand(4, generator=g, device=x.device), lambda: x * 3)
+        return lambda x, p: pg.cond(p > 0, lambda: x + torch.rand(4, generator=g, device=x.device), lambda: x * 3), g
 
-    assert_one_recording(side_by_side(make, keep="always"), flips(device))
+    both = side_by_side(make, keep="always")
+    if device.type == "cpu":
+        assert_one_recording(both, flips(device))
+        return
+    for x, p in flips(device):
+        both(x, p)
+    assert "from another generator than the default one" in reasons(both)
 
 
 def test_c24_a_batch_norm_counts_where_it_runs(device):

@@ -76,9 +76,6 @@ class Bodies:
         """What has ended the capture of a body: then the capture is one of something else."""
         self.seed = self.offset = 0
         """Addresses of the generator's seed and of where it stands, if kernels add to that; otherwise 0."""
-        self.unsaid = Refusal("draws random numbers in the body of a branch or loop by a kernel that does not say how",
-                              "draw them outside of that")  # fmt: skip
-        """That it is not known where these are."""
 
     def choose(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
         """Capture a branch: a launch runs the body whose number is in `index`, a bool or an int32."""
@@ -162,7 +159,7 @@ class Bodies:
             with OnStream(self._on):
                 found = int(number_at(self.seed, self._device).item())
             if (found ^ self._place.seed) & _WORD:
-                raise self.unsaid
+                raise _unsaid()
 
     def _begun(self, begins: int, drawn: int) -> None:
         """Let a graph be one that draws, if only its bodies do: torch tells no other where the generator stands."""
@@ -186,5 +183,9 @@ class Bodies:
                 if place in places and captured & 0xFF == 1 and seed and offset and not (seed | offset) % _ALIGNED:
                     found.add((seed, offset))
         if len(found) != 1:
-            raise self.unsaid
+            raise _unsaid()
         return found.pop()
+
+
+def _unsaid() -> Refusal:
+    return Refusal("draws random numbers in a branch or loop by a kernel that does not say how", "draw them outside of that")

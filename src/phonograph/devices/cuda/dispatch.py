@@ -105,6 +105,7 @@ class CudaWatch(DrawsWatch):
         self._lines: dict[int, tuple[CodeType, str]] = {}  # code by its identity, and the user's line that calls it
         self.next_segment: Callable[[], None] = _nothing
         self.bodies_here: Callable[[], Bodies] | None = None  # of the graph that is captured
+        self._spoke: tuple[Bodies, int] | None = None  # where it has communicated last, and how many bodies there were
         self.captured: Callable[[], int] = int
         self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[TensorAddress], list[TensorAddress]]] = []
@@ -216,10 +217,19 @@ class CudaWatch(DrawsWatch):
         self._is_here(m.name, operands(args, kwargs))
         if known.name != "wait_tensor":
             self._may_communicate(m.name, [*args, *kwargs.values()])
+            self._goes_on(m.name)
             said = f"{called(m.name)} at {users_line(sys._getframe(1))}"
             self.collectives[said] = self.collectives.get(said, 0) + 1
         self.communicated = True
         self.more = self.more or f"communicates with other ranks ({known.name})"
+
+    def _goes_on(self, name: str) -> None:
+        """Refuse what NCCL takes for the same capture as before a branch or loop, where its own streams have left that."""
+        bodies = self._conditionals
+        number = len(bodies.graphs)
+        if self._spoke is not None and self._spoke[0] is bodies and self._spoke[1] != number:
+            raise refusal(name, " before and after a branch or loop by what a tensor holds", "do it on one side of that")
+        self._spoke = bodies, number
 
     def _is_here(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         if any(t.device != self.device for t in tensors):
@@ -281,31 +291,6 @@ class CudaWatch(DrawsWatch):
             raise self.located(Refusal("works on a stream that does not wait for that of the call",
                                        "stream.wait_stream(torch.cuda.current_stream())"))  # fmt: skip
         self.streams[stream] = torch.cuda.current_stream(self.device)
-
-    # -- branches and loops
-
-    @property
-    def _conditionals(self) -> Bodies:
-        assert self.bodies_here is not None
-        return self.bodies_here()
-
-    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
-        with self._refusing():
-            self._conditionals.choose(index, bodies)
-
-    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
-        with self._refusing():
-            self._conditionals.repeat(condition, body)
-
-    def uneven(self) -> bool:
-        return bool(self._conditionals.offset)
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except Refusal as refusal:
-            raise self.located(refusal) from None
 
     def frames(self) -> Starts:
         path, called = torch_dynamo.COMPILED_GRAPH
@@ -376,7 +361,7 @@ class CudaWatch(DrawsWatch):
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         assert self.answers is not None
         if self.bodies:  # it has no answer where the body is not taken
-            raise self.located(Refusal("checks values in the body of a branch or loop", "check them before, or pass "
+            raise self.located(Refusal("checks values in a branch or loop", "check them before, or pass "
                                        "validate_args=False to distributions"))  # fmt: skip
         self._look_at_stream()
         self.answers.add(check, answer)
@@ -445,6 +430,31 @@ class CudaWatch(DrawsWatch):
         if code not in self._lines:
             self._lines[code] = frame.f_code, users_line(frame)
         return self._lines[code][1]
+
+    # -- branches and loops
+
+    @property
+    def _conditionals(self) -> Bodies:
+        assert self.bodies_here is not None
+        return self.bodies_here()
+
+    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
+        with self._refusing():
+            self._conditionals.choose(index, bodies)
+
+    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
+        with self._refusing():
+            self._conditionals.repeat(condition, body)
+
+    def uneven(self) -> bool:
+        return bool(self._conditionals.offset)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            raise self.located(refusal) from None
 
 
 def _always(_: FrameType) -> bool:

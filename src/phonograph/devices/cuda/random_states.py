@@ -70,9 +70,9 @@ class DrawsWatch(OperatorWatch):
                                            "draw them in the forward"))  # fmt: skip
 
     def _draws_in_body(self, m: Meaning, generator: object) -> None:
-        """Refuse draws in the body of a branch or loop, but from the default generator as it stands."""
+        """Refuse draws in a branch or loop, but from the default generator as it stands."""
         default = torch.cuda.default_generators[self.device.index]
-        said = f"{source_of(m.name)} draws random numbers in the body of a branch or loop"
+        said = f"{source_of(m.name)} draws random numbers in a branch or loop"
         if generator not in (None, default) or self._lending:
             raise self.located(Refusal(f"{said} from another generator than the default one", "draw them outside of that"))
         if counts_by_capture() or self._rewind is not None or self.states.held():
@@ -100,14 +100,14 @@ class DrawsWatch(OperatorWatch):
             raise Refusal(f"{does} the state of a random generator where that is another's (graphsafe_set_state)",
                           "do it before, or exchange whole states: graphsafe_get_state")  # fmt: skip
 
-    def _count_known(self, does: str) -> None:
+    def _count_known(self, does: str, of: torch.device) -> None:
         """Refuse a place in the count where that is not what was counted."""
-        if self.bodies or self.uneven():
-            where = "in the body of a branch or loop" if self.bodies else "after a branch or loop that draws random numbers"
+        if self.bodies or (of == self.device and self.uneven()):
+            where = "in a branch or loop" if self.bodies else "after a branch or loop that draws random numbers"
             raise Refusal(f"{does} the state of a random generator {where}", "do it before")
 
     def state_read(self, state: torch.Tensor, of: torch.device) -> None:
-        self._count_known("reads")
+        self._count_known("reads", of)
         self._has_its_own("reads", of)
         self.states.read(state, self._rewound)
         self.forks(state)
@@ -115,7 +115,7 @@ class DrawsWatch(OperatorWatch):
     def state_set(self, state: torch.Tensor, of: torch.device) -> None:
         if of.type == "cuda" and of.index != self.device.index:
             raise Refusal(f"sets the state of the generator of {of}", "do that outside the recorded function")
-        self._count_known("sets")
+        self._count_known("sets", of)
         self._has_its_own("sets", of)
         rewound = (self._rewind is not None and self._rewind.knows(state)) or self.states.meaning(state)
         if of.type == "cuda":
