@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from operator import or_
@@ -43,7 +43,7 @@ from .._torch.dynamic import Context, Thing
 from .._torch.modes import without_modes
 from .._torch.tensors import storage_id
 from ..aten import operators
-from ..capture.control_flow import Graph
+from ..capture.control_flow import Graph, Roots
 from ..errors import Refusal, Unseen
 from ..memory.pool import unexpanded
 from ..python.bytecode import names_in
@@ -64,13 +64,13 @@ _BACKWARD = "backward"
 
 
 def branch(
-    watch: OperatorWatch, index: torch.Tensor, body: Body, functions: Mapping[str, Thing], operands: Sequence[torch.Tensor]
+    watch: OperatorWatch, index: torch.Tensor, body: Body, called: Collection[Thing], operands: Sequence[torch.Tensor],
+    roots: Roots,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Capture a branch as `watch.branch` does: `body` calls one of the functions with the operands.
 
     Its results have a history where gradients are wanted.
     """
-    roots, called = [*functions.items(), ("operands", operands)], functions.values()
     if not torch.is_grad_enabled() or watch.has_backward:
         return watch.branch(index, [partial(body, f, operands) for f in called], roots)
     ready_for_gradients()
@@ -110,7 +110,7 @@ class _Graph(Graph):
         self._watch = weakref.ref(watch)
         self._forward = True  # it is being made
         self._made = 0  # how many storages the call had made before
-        self._met: dict[int, tuple[weakref.ref[torch.Tensor], object]] = {}  # what was there before, with the history that it had
+        self._met: dict[int, tuple[weakref.ref[torch.Tensor], object]] = {}  # what was there before, and its history
         self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # what the body's operators gave
         self._entries: dict[Node, _Entry] = {}  # by the nodes that lead there from within
         self.ends: list[GradientEdge | None] = []
@@ -281,6 +281,8 @@ class _Joint:
         if torch.is_grad_enabled():
             raise watch.located(Refusal("differentiates the gradient of a branch (create_graph)",
                                         "differentiate within the body", self._where))  # fmt: skip
+        if watch.cast_again is not None:
+            raise watch.located(watch.cast_again)
         self._follow_writes()
         reached = set[_Entry]().union(*(graph.reached(grads) for graph in self._graphs))
         wanted = {entry: count for entry, count in self._counts.items() if entry in reached and will_run(entry.node)}

@@ -31,6 +31,7 @@ from ..guards.sameness import all_same
 from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
+from ..python.origin import users_line
 from .call_memory import CallMemory
 from .digest import Digest
 from .effects import ANYONE, Effect, Starts
@@ -82,7 +83,9 @@ class ControlFlow(CallMemory, Refusals):
         """The storages that were made in a body and are kept for its backward."""
         self._place: list[tuple[int, int]] = []  # of the bodies that run now: which branch or loop, and which body of that
         self._flows = 0  # branches and loops so far
-        self._cast_at: dict[tuple[int, int], tuple[list[tuple[int, int]], int, bool]] = {}
+        self._cast_at: dict[tuple[int, int], tuple[list[tuple[int, int]], int]] = {}
+        self.cast_again: Refusal | None = None
+        """Why no gradients may come through branches any more."""
         self.graphs: list[Graph] = []
         """Those of the bodies that run now, forwards or backwards, the innermost last."""
         self._loops: list[int] = []  # of the loops whose bodies run now: how many storages the call had made before
@@ -359,19 +362,14 @@ class ControlFlow(CallMemory, Refusals):
         self._flows += 1
 
     def casts_weight(self, t: torch.Tensor, ended: int) -> None:
-        """Autocast casts a weight after so many of its contexts. In eager it may be there from before: its gradients are then
-        added up in the type to which it was cast.
-
-        Raises:
-            Refusal: it may be, by which bodies are taken.
-        """
-        here, graph = self._place, bool(self.graphs) and torch.is_grad_enabled()
-        there, flows, other = self._cast_at.get((storage_id(t), ended), ([], self._flows, False))
-        apart = next((a[0] == b[0] for a, b in zip(here, there, strict=False) if a != b), False)
-        if flows != self._flows and not apart and (graph or other):
-            raise Refusal("casts a weight in a branch or loop and elsewhere, for which autocast does it once in eager",
-                          "turn off autocast's cache (cache_enabled=False)")  # fmt: skip
-        self._cast_at[storage_id(t), ended] = [*here], self._flows, graph
+        """Autocast casts a weight after so many of its contexts. In eager it may be there from before, by which bodies are
+        taken: gradients are then added up in the type to which it was cast."""
+        there, flows = self._cast_at.get((storage_id(t), ended), ([], self._flows))
+        apart = next((a[0] == b[0] for a, b in zip(self._place, there, strict=False) if a != b), False)
+        if flows != self._flows and not apart:
+            self.cast_again = Refusal("casts a weight in a branch and elsewhere, for which autocast does it once in eager",
+                                      "turn off autocast's cache (cache_enabled=False)", users_line())  # fmt: skip
+        self._cast_at[storage_id(t), ended] = [*self._place], self._flows
 
 
 class _Surroundings(Reach):
