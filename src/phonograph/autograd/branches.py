@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from operator import or_
@@ -43,7 +43,7 @@ from .._torch.dynamic import Context, Thing
 from .._torch.modes import without_modes
 from .._torch.tensors import storage_id
 from ..aten import operators
-from ..capture.control_flow import Graph
+from ..capture.control_flow import Graph, Roots
 from ..errors import Refusal, Unseen
 from ..memory.pool import unexpanded
 from ..python.bytecode import names_in
@@ -64,13 +64,13 @@ _BACKWARD = "backward"
 
 
 def branch(
-    watch: OperatorWatch, index: torch.Tensor, body: Body, functions: Mapping[str, Thing], operands: Sequence[torch.Tensor]
+    watch: OperatorWatch, index: torch.Tensor, body: Body, called: Collection[Thing], operands: Sequence[torch.Tensor],
+    roots: Roots,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Capture a branch as `watch.branch` does: `body` calls one of the functions with the operands.
 
     Its results have a history where gradients are wanted.
     """
-    roots, called = [*functions.items(), ("operands", operands)], functions.values()
     if not torch.is_grad_enabled() or watch.has_backward:
         return watch.branch(index, [partial(body, f, operands) for f in called], roots)
     ready_for_gradients()
@@ -109,8 +109,9 @@ class _Graph(Graph):
     def __init__(self, watch: OperatorWatch) -> None:
         self._watch = weakref.ref(watch)
         self._forward = True  # it is being made
-        self._met: dict[int, tuple[torch.Tensor, object]] = {}  # operands of the body's operators, with the history they had
-        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # what these gave
+        self._made = 0  # how many storages the call had made before
+        self._met: dict[int, tuple[weakref.ref[torch.Tensor], object]] = {}  # what was there before, and its history
+        self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # what the body's operators gave
         self._entries: dict[Node, _Entry] = {}  # by the nodes that lead there from within
         self.ends: list[GradientEdge | None] = []
         """Of the results that require a gradient."""
@@ -124,11 +125,12 @@ class _Graph(Graph):
         """Entries that a branch within gives no gradient in one of its bodies."""
 
     def met(self, operands: Sequence[torch.Tensor], made: object) -> None:
-        if not self._forward:
+        watch = self._watch()
+        if not self._forward or watch is None:
             return
         for t in operands:
-            if identity(t) not in self._met:
-                self._met[identity(t)] = t, _history(t)
+            if not watch.made_since(t, self._made) and not _is(self._met.get(identity(t), (None, None))[0], t):
+                self._met[identity(t)] = weakref.ref(t), _history(t)
         for t in operators.tensors_in(made, []):
             self._own[identity(t)] = weakref.ref(t)
 
@@ -136,16 +138,13 @@ class _Graph(Graph):
         """Run the body. Returns its results without history."""
         watch = self._watch()
         assert watch is not None
-        made, first = watch.made, next_number()
+        self._made, first = watch.made, next_number()
         found = self._run(watch, body, function, operands)
-        if any(_history(t) != had and not watch.made_since(t, made) for t, had in self._met.values()):
-            raise watch.located(Refusal(f"changes a tensor in place {_HERE}, which gets another history by that",
-                                        "return a new one, or do it under torch.no_grad()"))  # fmt: skip
         self.ends = [get_gradient_edge(t) if t.requires_grad else None for t in found]
         nodes = [node for _, _, node in self._ways(filter(None, self.ends))]
         for node in nodes:
             leaf = getattr(node, "variable", None)
-            if leaf is not None and not watch.made_since(leaf, made) and not self._is_own(leaf):
+            if leaf is not None and not watch.made_since(leaf, self._made) and not _is(self._own.get(identity(leaf)), leaf):
                 self._entries[node] = _Entry(node, 0)
                 self.tensors[self._entries[node]] = leaf
             elif leaf is None and node not in self._entries and made_when(node) < first:
@@ -153,6 +152,7 @@ class _Graph(Graph):
                                             "pass it as an operand, or detach it"))  # fmt: skip
         self.counts = Counter(self._entries[node] for node in nodes if node in self._entries)
         self._forward, self._met, self._own = False, {}, {}
+        self.keeps = any(self.ends)
         self.versions = [version_of(t) for t in found if t.requires_grad]
         return [_without_history(t) for t in found]
 
@@ -162,7 +162,9 @@ class _Graph(Graph):
         """Run the body on what stands for tensors from before."""
         cells, names = _closures(function)
         if _BACKWARD in names:  # through the graph from before
-            return body(function, operands)
+            found = body(function, operands)
+            self._check_histories(watch)
+            return found
         with without_modes():
             root = torch.empty(0, requires_grad=True)
         arrived, stands = list[torch.Tensor | None](), dict[int, torch.Tensor]()
@@ -178,10 +180,17 @@ class _Graph(Graph):
 
         with _replaced(cells, stand):
             found = body(function, [*map(stand, operands)])
+        self._check_histories(watch)
         if arrived:
             raise watch.located(Refusal(f"runs a backward {_HERE} through a tensor from before it",
                                         "call backward() in the function itself that pg.cond is given"))  # fmt: skip
         return found
+
+    def _check_histories(self, watch: OperatorWatch) -> None:
+        """Refuse what was there before and has another history now, or what stands for it."""
+        if any((t := ref()) is not None and _history(t) != had for ref, had in self._met.values()):
+            raise watch.located(Refusal(f"changes a tensor in place {_HERE}, which gets another history by that",
+                                        "return a new one, or do it under torch.no_grad()"))  # fmt: skip
 
     def _ways(self, ends: Iterable[GradientEdge]) -> Iterator[tuple[Node, int, Node]]:
         """The ways from these ends into each node of the graph: from which node, by its gradient of which number, to which.
@@ -196,10 +205,6 @@ class _Graph(Graph):
                     if following not in seen:
                         seen.add(following)
                         work.append(following)
-
-    def _is_own(self, t: torch.Tensor) -> bool:
-        ref = self._own.get(identity(t))
-        return ref is not None and ref() is t
 
     def reached(self, grads: Gradients) -> set[_Entry]:
         """The entries to which these gradients of the results lead."""
@@ -276,6 +281,8 @@ class _Joint:
         if torch.is_grad_enabled():
             raise watch.located(Refusal("differentiates the gradient of a branch (create_graph)",
                                         "differentiate within the body", self._where))  # fmt: skip
+        if watch.cast_again is not None:
+            raise watch.located(watch.cast_again)
         self._follow_writes()
         reached = set[_Entry]().union(*(graph.reached(grads) for graph in self._graphs))
         wanted = {entry: count for entry, count in self._counts.items() if entry in reached and will_run(entry.node)}
@@ -344,13 +351,20 @@ class _Joined(torch.autograd.Function):
 
 
 def _without_history(t: torch.Tensor) -> torch.Tensor:
+    """(One of another class is refused as it is.)"""
+    if type(t) is not torch.Tensor or not t.requires_grad:
+        return t
     made = t.detach()
     made.__dict__.update(t.__dict__)
     return made
 
 
+def _is(ref: weakref.ref[torch.Tensor] | None, t: torch.Tensor) -> bool:
+    return ref is not None and ref() is t
+
+
 def _history(t: torch.Tensor) -> object:
-    return t.requires_grad, t.grad_fn
+    return t.requires_grad, None if t.grad_fn is None else (made_when(t.grad_fn), t.output_nr)
 
 
 def _closures(function: Thing) -> tuple[list[tuple[CellType, object]], set[str]]:

@@ -31,6 +31,7 @@ from ..guards.sameness import all_same
 from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
+from ..python.origin import users_line
 from .call_memory import CallMemory
 from .digest import Digest
 from .effects import ANYONE, Effect, Starts
@@ -62,6 +63,9 @@ class Graph:
     """What autograd notes of one body. What it saves is used again where the backward of this body runs, and nowhere else: it
     is there where the body was taken."""
 
+    keeps = False
+    """Whether it keeps what was made in the body."""
+
     def met(self, operands: Sequence[torch.Tensor], made: object) -> None:
         """The body has called an operator with these, which has given that."""
 
@@ -80,6 +84,8 @@ class ControlFlow(CallMemory, Refusals):
         self._place: list[tuple[int, int]] = []  # of the bodies that run now: which branch or loop, and which body of that
         self._flows = 0  # branches and loops so far
         self._cast_at: dict[tuple[int, int], tuple[list[tuple[int, int]], int]] = {}
+        self.cast_again: Refusal | None = None
+        """Why no gradients may come through branches any more."""
         self.graphs: list[Graph] = []
         """Those of the bodies that run now, forwards or backwards, the innermost last."""
         self._loops: list[int] = []  # of the loops whose bodies run now: how many storages the call had made before
@@ -270,7 +276,7 @@ class ControlFlow(CallMemory, Refusals):
             raise self.located(Refusal(f"changes {place} in a branch or loop", "return it from the body, or write a tensor in "
                                        "place (gradients: zero_grad(set_to_none=False))"))  # fmt: skip
         left = self._left_by(made, kept)
-        if graph is not None:
+        if graph is not None and graph.keeps:
             self.saved.update((key, graph) for key in left if key not in self.saved)
         elif left:
             lost = self._lost
@@ -305,9 +311,8 @@ class ControlFlow(CallMemory, Refusals):
 
     def _without_gradient(self, t: torch.Tensor, said: str) -> None:
         if t.requires_grad:
-            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient",
-                                       "record the backward in the same call, and give a loop max_iterations; or call it under "
-                                       "torch.no_grad()"))  # fmt: skip
+            remedy = "record the backward in the same call, and give a loop max_iterations; or call it under torch.no_grad()"
+            raise self.located(Refusal(f"returns a tensor from {said}, which requires a gradient", remedy))
 
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
@@ -357,18 +362,14 @@ class ControlFlow(CallMemory, Refusals):
         self._flows += 1
 
     def casts_weight(self, t: torch.Tensor, ended: int) -> None:
-        """Autocast casts a weight after so many of its contexts. In eager it may be there from before: its gradients are then
-        added up in the type to which it was cast.
-
-        Raises:
-            Refusal: it may be, by which bodies are taken.
-        """
-        here, (there, flows) = self._place, self._cast_at.get((storage_id(t), ended), ([], self._flows))
-        apart = next((a[0] == b[0] for a, b in zip(here, there, strict=False) if a != b), False)
+        """Autocast casts a weight after so many of its contexts. In eager it may be there from before, by which bodies are
+        taken: gradients are then added up in the type to which it was cast."""
+        there, flows = self._cast_at.get((storage_id(t), ended), ([], self._flows))
+        apart = next((a[0] == b[0] for a, b in zip(self._place, there, strict=False) if a != b), False)
         if flows != self._flows and not apart:
-            raise Refusal("casts a weight in a branch or loop and elsewhere, for which autocast does it once in eager",
-                          "turn off autocast's cache (cache_enabled=False)")  # fmt: skip
-        self._cast_at[storage_id(t), ended] = [*here], self._flows
+            self.cast_again = Refusal("casts a weight in a branch and elsewhere, for which autocast does it once in eager",
+                                      "turn off autocast's cache (cache_enabled=False)", users_line())  # fmt: skip
+        self._cast_at[storage_id(t), ended] = [*self._place], self._flows
 
 
 class _Surroundings(Reach):

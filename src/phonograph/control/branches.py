@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index as as_index
+from operator import is_
 from typing import TypeVar
 
 import torch
@@ -107,13 +108,18 @@ def _recorded(
     Cuts.on_one_thread()  # for the branch that is the backward of this one
 
     def body(function: Callable[..., R], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found = apart(function(*given.whole(tensors)), tensors)
+        new = any(t is not operand for t, operand in zip(tensors, given.tensors, strict=True))
+        args = given.whole(tensors) if new else operands
+        found = apart(function(*args), tensors)
+        if new and not (given.alike(left := Tree.of(args)) and all(map(is_, left.tensors, tensors))):
+            raise watch.located(Refusal("changes operands in a branch or loop", "return what is new"))
         if first and not first[0].alike(found):
             raise watch.located(Refusal("returns something else than tensors from branches, which differs",
                                         "return the same structure, and the same but for the values of tensors"))  # fmt: skip
         first.append(found._replace(tensors=[]))
         return found.tensors
 
-    tensors = branch(watch, number, body, functions, given.tensors)
+    roots = [*functions.items(), ("operands", operands)]
+    tensors = branch(watch, number, body, functions.values(), given.tensors, roots)
     result: R = first[0].whole(tensors)
     return result

@@ -44,9 +44,9 @@ class Plain:
         return state
 
 
-def training(device, loss, optimizer=SGD, *, to_none=False, given=True, make=Net):
+def training(device, loss, optimizer=SGD, *, to_none=False, given=True, make=Net, twin=Plain):
     """Makes a training step with this loss: first of the twin, then of what is recorded."""
-    forms = iter((Plain, pg))
+    forms = iter((twin, pg))
 
     def made():
         by, model = next(forms), make().to(device)
