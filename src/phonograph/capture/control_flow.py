@@ -201,8 +201,8 @@ class ControlFlow(CallMemory, Refusals):
         if around.begins_steps():
             raise self.located(Unseen("steps an optimizer for the first time", "call it once before", final=False))
         if (place := around.changed()) is not None:
-            raise self.located(Refusal(f"changes {place} in a branch or loop",
-                                       "return it from the body, or keep it in a tensor that is written in place"))  # fmt: skip
+            raise self.located(Refusal(f"changes {place} in a branch or loop", "return it from the body, or write a tensor in "
+                                       "place (gradients: zero_grad(set_to_none=False))"))  # fmt: skip
         if self._left_by(made, kept):
             lost = self._lost
             gc.collect()
@@ -305,8 +305,11 @@ class _Around:
     def changed(self) -> str | None:
         """The name of something that is another now."""
         found = [*changed(self._holders)]
-        found += [name for (name, _), old, new in zip(self._tensors, self._states, self._read(), strict=True)
-                  if old[0] != new[0] or not all_same(old[1:], new[1:])]  # fmt: skip
+        for (name, t), old, new in zip(self._tensors, self._states, self._read(), strict=True):
+            if old[0] != new[0] or not all_same(old[2:], new[2:]):
+                found.append(name)
+            elif old[1] is not new[1]:
+                found.append(f"{name}.grad" if t.is_leaf else name)
         return next(iter(found), None)
 
     def begins_steps(self) -> bool:

@@ -24,7 +24,7 @@ def branch_or_loop(
     name = func.name()
     if name == "cond" and isinstance(args[0], torch.Tensor):
         return tuple(_branch(watch, seen, *args))
-    if name == "while_loop" and not kwargs:
+    if name == "while_loop" and len(args) == 4 and not kwargs:
         return tuple(_loop(watch, seen, *args))
     return None
 

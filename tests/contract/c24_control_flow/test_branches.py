@@ -382,3 +382,15 @@ def test_c24_an_audit_knows_whose_an_operator_is(device):
         with pytest.warns(pg.Stale):
             recorded(up)
     assert torch.equal(total, torch.ones_like(total))
+
+
+def test_c24_nothing_stands_in_the_way(device):
+    """What a live call reads to go on is no obstacle."""
+
+    def f(x, p):
+        start = torch.zeros((), device=x.device)
+        return pg.cond(p > 0, torch.sin, torch.cos, x) + pg.while_loop(lambda i: i < p, lambda i: i + 1, start)
+
+    found = pg.check(f, ramp(device, 4), torch.ones((), device=device))
+    assert found.records
+    assert list(found.obstacles) == []

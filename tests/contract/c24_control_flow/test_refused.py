@@ -2,6 +2,7 @@
 with the right result, and says why."""
 
 import contextlib
+import dataclasses
 import itertools
 import random
 import types
@@ -88,6 +89,30 @@ def test_c24_effects_on_python_objects(device, name):
     assert_runs_live(plain(f), flips(device), "in a branch or loop")
 
 
+@dataclasses.dataclass
+class Counted:
+    t: torch.Tensor
+    n: int = 0
+
+
+def counting(given):
+    given.n += 1
+    return given.t * 2
+
+
+def test_c24_operands_that_a_branch_changes(device):
+    def f(x, p):
+        operand = Counted(x)
+        return pg.cond(p > 0, counting, lambda given: given.t * 3, operand), operand.n
+
+    def of_a_dictionary(x, p):
+        operand = {"a": x}
+        return pg.cond(p > 0, lambda d: d.setdefault("b", d["a"] * 2), lambda d: d["a"] * 3, operand), len(operand)
+
+    assert_runs_live(plain(f), flips(device), "in a branch or loop")
+    assert_runs_live(plain(of_a_dictionary), flips(device), "in a branch or loop")
+
+
 def test_c24_variables_of_the_function_around(device):
     def f(x, p):
         n, h = 0, x
@@ -172,7 +197,7 @@ def test_c24_a_gradient_that_a_branch_makes(device):
 
         return f, w
 
-    assert_runs_live(side_by_side(make), flips(device), "changes w in a branch or loop")
+    assert_runs_live(side_by_side(make), flips(device), "changes w.grad in a branch or loop", "set_to_none=False")
 
 
 def raises(x):
