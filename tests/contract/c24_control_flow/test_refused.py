@@ -179,7 +179,7 @@ def test_c24_a_history_that_a_branch_goes_on_with(device):
 
         return f, w
 
-    assert_runs_live(side_by_side(make), flips(device), "changes y in a branch or loop")
+    assert_runs_live(side_by_side(make), flips(device), "in a branch")
 
 
 def test_c24_a_gradient_that_a_branch_makes(device):
