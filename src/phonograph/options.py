@@ -16,6 +16,7 @@ from ._torch.operators import OpOverload, OpOverloadPacket
 __all__ = ["Options", "at_least", "did_you_mean", "overloads", "parameters", "switched_off", "unknown_parameter"]
 
 _OURS = {"ours": True}  # what is set by us, and no option of the user's
+_OF_RECORD = {"taker": "record"}  # what no other function takes
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Options:
     """After the check: names of overloads, which can be pickled."""
     shapes: Any = ()
     """After the check: pairs of a parameter's name and its dimensions, which are pairs of a number and sizes."""
-    steps: int | None = None
-    carry: Any = ()
+    steps: int | None = field(default=None, metadata=_OF_RECORD)
+    carry: Any = field(default=(), metadata=_OF_RECORD)
     """After the check: pairs of a parameter's name and the key of the item that feeds it (None: the whole result)."""
-    shared: Any = ()
+    shared: Any = field(default=(), metadata=_OF_RECORD)
     """After the check: names of parameters."""
-    results: Any = "stack"
+    results: Any = field(default="stack", metadata=_OF_RECORD)
     """After the check: "stack" or "last", or a tuple of these, nested as the result is."""
     takes_turns: bool = field(default=False, metadata=_OURS)
     """Set by a schedule: several forwards will wait for their backwards at the same time."""
@@ -56,7 +57,7 @@ class Options:
         Raises:
             TypeError: there is no such option.
         """
-        known = _users()
+        known = _users(taker)
         for name in options.keys() - set(known):
             hint = did_you_mean(name, known) or f"; there are: {', '.join(known)}"
             raise TypeError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
@@ -104,15 +105,18 @@ class Options:
             raise ValueError(f"carry and shared both name {min(both)!r}")
 
 
-def _users() -> list[str]:
-    return [each.name for each in fields(Options) if not each.metadata.get("ours")]
+def _users(taker: str) -> list[str]:
+    """The options that a function takes."""
+    return [
+        each.name for each in fields(Options) if not each.metadata.get("ours") and each.metadata.get("taker", taker) == taker
+    ]
 
 
 def parameters(*first: Parameter) -> Signature:
     """The signature of a function that takes these, and the options by keyword: for `help`, and for editors."""
     kinds, defaults = get_type_hints(Options), {each.name: each.default for each in fields(Options)}
     defaults["shapes"] = None
-    by_name = [Parameter(n, Parameter.KEYWORD_ONLY, default=defaults[n], annotation=kinds[n]) for n in _users()]
+    by_name = [Parameter(n, Parameter.KEYWORD_ONLY, default=defaults[n], annotation=kinds[n]) for n in _users("record")]
     return Signature([*first, *by_name])
 
 

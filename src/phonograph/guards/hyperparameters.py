@@ -43,6 +43,7 @@ import torch
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Args, Kwargs, Leaves, Reading
+from .._torch.modes import without_modes
 from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
 from ..errors import Unseen
 from ..python.holders import Spot
@@ -52,6 +53,7 @@ from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs
 from ..values.counters import LARGEST, Followed, Tally, said
 from ..values.formulas import Formula, Given, Values, Worked, written
+from ..values.host_scalars import READS_NUMBER
 from ..values.step_counts import StepCounts, begins, single
 from .reachable import Reach
 
@@ -641,8 +643,11 @@ class _Settled(NamedTuple):
 
 
 def _plain(number: Any) -> float:
-    """What an operator of step counts is given: a number, or one in a tensor."""
-    return float(number.item() if isinstance(number, torch.Tensor) else number)
+    """What an operator of step counts is given: a number, or one in a tensor. (To read that is nothing that the call does.)"""
+    if not isinstance(number, torch.Tensor):
+        return float(number)
+    with without_modes():
+        return float(READS_NUMBER(number))
 
 
 _TAKING_PARAMETERS = [inspect.unwrap(f).__code__ for f in (torch.optim.Optimizer.zero_grad, unscale_grads)]

@@ -120,6 +120,7 @@ class Recipe:
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adam, foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
 }

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import phonograph as pg
+from phonograph.fx import record_graph
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 
@@ -86,5 +87,7 @@ def test_c13_carry_and_results_that_do_not_fit_the_result(device):
         pg.record(lambda x: x * 2, steps=2, carry=["x"])(ramp(device, 3))
     with pytest.raises(TypeError, match="needs a result of 2 items, not Tensor"):
         pg.record(lambda x: x * 2, steps=2, results=("last", "stack"))(ramp(device, 2, 3))
+    with pytest.raises(TypeError, match=r"record_graph\(\) got an unexpected keyword argument 'steps'"):
+        record_graph(lambda x: x * 2, (ramp(device, 3),), steps=2)
     with pytest.raises(TypeError, match="record the step that calls the module"):
         pg.record(nn.Linear(2, 2), steps=2)

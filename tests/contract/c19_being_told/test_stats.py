@@ -159,7 +159,7 @@ def test_c19_help_shows_the_options():
     shown = inspect.signature(pg.record)
     assert list(shown.parameters) == [
         "fn", "warmup", "fallback", "outputs", "verify", "audit", "max_recordings", "max_bytes", "name", "keep", "split_at",
-        "shapes",
+        "shapes", "steps", "carry", "shared", "results",
     ]  # fmt: skip
     assert "warmup: int = 1" in str(shown)
     assert "outputs: Literal['keep', 'borrow'] = 'keep'" in str(shown)
