@@ -245,11 +245,12 @@ class DryRun:
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
         watch.outermost = sys._getframe().f_code
+        cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
             watch.casts.following(),
             nullcontext() if tracing is None else tracing.saving(),
-            Cuts(request.terms.notes, reach, watch, self._outer, backward is not None),  # which finds that as it is within
+            cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             watching_python(self._outer, heard, reach.caching, reach.left_out, watch) as listener,
         ):
