@@ -190,9 +190,8 @@ class Cuts:
         for place in changed(self._held):
             raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
         (autocast, *now), (before, *then), (_, *outside) = _modes(), self._modes, self._outside
-        if now not in (then, outside) or (
-            isinstance(operator, Marked) and autocast != before
-        ):  # an operator runs with what it is then
+        casts = isinstance(operator, Marked) and autocast != before  # an operator runs with what it is then
+        if casts or now not in (then, outside):
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
 
     def _may_cut(self, runs: str) -> None:
