@@ -96,6 +96,10 @@ class Break:
             self._put(result)
         return ""
 
+    def may_read(self, numbers: Set[float]) -> bool:
+        """Whether it may be given one of these, which stand for others."""
+        return not numbers.isdisjoint([x for x in self._leaves if type(x) is float])
+
     def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[Args, Kwargs]:
         leaves = [*self._leaves]
         for i, t in zip(self._places, inputs, strict=True):
@@ -155,6 +159,9 @@ class MarkedBreak(Break):
         self._keeps = keeps
         self._rewritten = rewritten
         self._undone: Set[int] = frozenset()  # the arguments that are put back where the call begins again
+
+    def may_read(self, numbers: Set[float]) -> bool:
+        return True  # its code gets at them wherever they lie
 
     def lies(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         super().lies(inputs, outputs)

@@ -33,6 +33,7 @@ from ..guards.hyperparameters import reals
 from ..guards.reachable import Reach
 from ..guards.snapshot import changed
 from ..guards.tensor_states import state_of
+from ..python.holders import Holder
 from ..python.identity import identity
 from ..python.origin import users_line
 from ..values.host_scalars import READS_NUMBER, Site, tensors_of
@@ -60,7 +61,8 @@ class Cuts:
         self._reach = reach
         self._watch = watch
         self._modes: Reading = ()
-        self._held = [(h, h.read()) for h in reach.holders if h.dial is None] if notes is not None and notes.cuts else []
+        self._outside = _modes()  # without the mode that looks for followed numbers, which is off in what it calls
+        self._held: list[tuple[Holder, tuple[object, ...]]] = []
         self._tensors = [(name, t, _is(t)) for name, t in reach.all_tensors] if notes is not None and notes.marked else []
         self._own = {identity(t) for _, t, _ in self._tensors}
         self._outer = outer
@@ -73,6 +75,7 @@ class Cuts:
     def __enter__(self) -> None:
         self._modes = _modes()
         if self._notes is not None and self._notes.cuts:
+            self._held = [(h, h.read()) for h in self._reach.holders if h.dial is None]
             self._backwards = one_thread()
         if self._notes is not None:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
@@ -186,8 +189,9 @@ class Cuts:
                           "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._held):
             raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
-        (autocast, *now), (before, *then) = _modes(), self._modes
-        if now != then or (isinstance(operator, Marked) and autocast != before):  # an operator runs with what it is then
+        (autocast, *now), (before, *then), (_, *outside) = _modes(), self._modes, self._outside
+        casts = isinstance(operator, Marked) and autocast != before  # an operator runs with what it is then
+        if casts or now not in (then, outside):
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
 
     def _may_cut(self, runs: str) -> None:

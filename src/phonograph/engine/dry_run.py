@@ -250,12 +250,13 @@ class DryRun:
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
         watch.outermost = sys._getframe().f_code
+        cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
             watch.casts.following(),
             skipping_on_the_device(watch),
             nullcontext() if tracing is None else tracing.saving(),
-            Cuts(request.terms.notes, reach, watch, self._outer, backward is not None),  # which finds that as it is within
+            cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
             watching_python(self._outer, heard, reach.caching, reach.left_out, watch) as listener,

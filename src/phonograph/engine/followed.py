@@ -54,7 +54,7 @@ def check_numbers(request: Request, evidence: Evidence) -> None:
             dials.hands_out(leaf)
     code, training = evidence.behaviour.code, all(m.training for m in reach.modules)
     judged(dials, code.functions, code.sets_hooks, () if code.known is not None else reach.met, training)
-    if captured.watch.parts:
+    if any(part.may_read(dials.wide) for part in captured.watch.parts):
         dials.stray_all("is read where parts of the function run live")
     if not dials.fit():
         dials.stray_all("is no number that can be worked with")

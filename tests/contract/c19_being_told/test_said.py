@@ -41,16 +41,28 @@ def scaled_by_name(x, *, scale):
     return x * scale
 
 
+def counted(x, scale=1):
+    return x * len(range(scale))  # which is not followed
+
+
+def counted_by_name(x, *, scale):
+    return x * len(range(scale))
+
+
 class Scales:
     @pg.record
     def scaled(self, x, scale):
         return x * scale
 
+    @pg.record
+    def counted(self, x, scale):
+        return x * len(range(scale))
+
 
 @pytest.mark.parametrize("often", [2, 3, 10])
 @pytest.mark.parametrize("kind", ["positional", "by name", "method"])
 def test_c19_a_number_that_is_another_nearly_each_time_beside_a_call_that_comes_again(device, kind, often):
-    f = {"positional": pg.record(scaled), "by name": pg.record(scaled_by_name), "method": Scales().scaled}[kind]
+    f = {"positional": pg.record(counted), "by name": pg.record(counted_by_name), "method": Scales().counted}[kind]
     x = ramp(device, 4)
 
     def loop():

@@ -48,12 +48,11 @@ _STEP = 4  # numbers that a thread draws at once
 
 
 def slot(t: torch.Tensor) -> torch.Tensor:
-    """New memory with the metadata of `t`, beginning as far from an aligned address as `t` does."""
+    """New memory with the metadata of `t`, beginning as far from an aligned address as `t` does. It is no view, which
+    AOTAutograd would detach when it is saved."""
     shift, end = place_for(t)
     memory = torch.empty(end, dtype=t.dtype, device=t.device).untyped_storage()
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(
-        memory, shift, t.size(), t.stride()
-    )  # a view is treated otherwise
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, shift, t.size(), t.stride())
 
 
 class Capture:
