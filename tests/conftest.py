@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from phonograph.engine import profitability as paying
 from phonograph.pytest_plugin import both_devices, device_or_skip  # noqa: F401 - a fixture is used by its name
+from phonograph.python import read_gate
 from phonograph.testing import cuda_required
 
 pytest_plugins = ["pytester"]
@@ -107,6 +108,12 @@ class Standstill(paying.Clock):
 def recordings_pay(monkeypatch):
     """Tests count recordings of functions that are tiny. Whether those are worth it would hang on the machine."""
     monkeypatch.setattr(paying, "clock", Standstill())
+
+
+@pytest.fixture(autouse=True)
+def classes_are_gated():
+    """However many tests have captured calls that work with modules."""
+    read_gate.gated.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
 """What is read of objects is noted, of the right ones, and classes are as before; which keys code reads of dictionaries."""
 
 import copy
+import gc
 import threading
 import types
+import weakref
 from contextlib import suppress
 from enum import Enum
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from phonograph.python import read_gate
 from phonograph.python.identity import identity
 from phonograph.python.read_gate import Reads, is_gate, may_be_gated
 from phonograph.python.subscripts import keys_after, keys_of_variables
@@ -183,3 +186,26 @@ def test_keys_of_variables():
 
     assert keys_of_variables(f.__code__) == {"TABLE": {"x", "y"}, "here": {"x"}, "there": None, "sum": None}
     assert set(keys_after(f.__code__).values()) == {"x"}
+
+
+def test_a_class_that_is_not_kept():
+    class Local(Plain):
+        pass
+
+    noted(Local(), lambda x: x.a)
+    gone = weakref.ref(Local)
+    del Local
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_class_is_gated_so_many_times(monkeypatch):
+    monkeypatch.setattr(read_gate, "_MOST", 2)
+    thing, net = Plain(), Net()
+    for known in (True, True, False):
+        reads = Reads([thing, net])
+        with reads.noting():
+            assert thing.a == 1.0
+            assert net.scale == 2.0
+        assert (reads.knows(Plain), reads.knows(Net)) == (known, known)
+        assert reads.names(thing) == ({"a"} if known else None)

@@ -105,11 +105,8 @@ class Ran:
         return _NONE.union(*map(used_in_full, self._others))
 
     def slightly(self, attribute: str, value: object, *, of_module: bool) -> bool:
-        """Whether no more than the kind of what this attribute holds can matter: a number that is counted, or what is no
-        function, where code calls what has this name in another object."""
-        if type(value) is int and self.counts(attribute, of_module=of_module):
-            return True
-        return self._use_of(attribute).calls and not callable(value) and not (of_module and attribute in self._torchs)
+        """Whether no more than the kind of what this attribute holds can matter: a number that is counted."""
+        return type(value) is int and self.counts(attribute, of_module=of_module)
 
     def _use_of(self, attribute: str) -> _Use:
         """What it does with such an attribute: told from the code that names it, where that is asked for."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import product
 from types import CodeType, FrameType, FunctionType, ModuleType
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,13 +37,12 @@ _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
 _ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__"})
 # Times that one class is gated: from 3.13 on CPython gives a class 1,000 versions, and looks attributes up slowly after that.
-_MOST = 400 if sys.version_info >= (3, 13) else sys.maxsize
-_gated = Counter[type]()
+_MOST = 480 if sys.version_info >= (3, 13) else sys.maxsize
+gated = WeakKeyDictionary[type, int]()
+"""How often each class was."""
 _ANY = object()
 _NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
 _BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
-
-
 _noting = threading.Lock()
 _gates = set[CodeType]()  # the code of what stands there for the time of a call
 
@@ -60,9 +60,9 @@ def may_be_gated(kind: Thing) -> bool:
     if kind.__getattribute__ is not object.__getattribute__ or issubclass(kind, (type, ModuleType)):
         return False
     if issubclass(kind, torch.nn.Module):
-        return kind.__setattr__ is torch.nn.Module.__setattr__ and _gated[torch.nn.Module] < _MOST
+        return kind.__setattr__ is torch.nn.Module.__setattr__ and gated.get(torch.nn.Module, 0) < _MOST
     others = kind.__module__.partition(".")[0] in ("torch", "phonograph")
-    return kind.__setattr__ is object.__setattr__ and not others and _gated[kind] < _MOST
+    return kind.__setattr__ is object.__setattr__ and not others and gated.get(kind, 0) < _MOST
 
 
 class Reads:
@@ -122,7 +122,7 @@ class Reads:
                     if kind is not torch.nn.Module or name == "__getattribute__":  # whose writes say what they write
                         type.__setattr__(kind, name, gates[name])
                         put.append((kind, name))
-                _gated.update(kinds)
+                gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
                 yield
             finally:
                 end()

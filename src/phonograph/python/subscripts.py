@@ -1,4 +1,6 @@
-"""Which key code reads of a dictionary, right where it loads that: ``config["clip"]``, ``config.get("clip", 1)``, ``"clip" in config``."""
+"""Which key code reads of a dictionary, right where it loads that: ``config["clip"]``, ``config.get("clip", 1.0)``,
+``"clip" in config``.
+"""
 
 from __future__ import annotations
 
