@@ -119,7 +119,8 @@ def _has_others(kind: type) -> bool:
 def _methods(kind: type) -> Iterator[CodeType]:
     """The code of the functions that a class has, but for those that each module has."""
     if kind.__module__.partition(".")[0] != "torch":
-        yield from (inspect.unwrap(x).__code__ for x in vars(kind).values() if type(x) is FunctionType)
+        own = [inspect.unwrap(x) for x in vars(kind).values() if type(x) is FunctionType]
+        yield from (x.__code__ for x in own if type(x) is FunctionType)
 
 
 def _method_of(module: torch.nn.Module, methods: Set[CodeType], frame: FrameType | None) -> FrameType | None:

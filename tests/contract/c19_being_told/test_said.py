@@ -2,6 +2,7 @@
 nearly each time, a module whose other methods are called, a function that is recorded anew each time."""
 
 import copy
+import functools
 import pickle
 import warnings
 import weakref
@@ -171,6 +172,21 @@ def test_c19_parts_that_a_function_calls_are_no_method(device):
 
     agent = pg.record(Agent().to(device))
     assert said(lambda: [body_of(agent, ramp(device, 2, 4)) for _ in range(100)]) == []
+
+
+def test_c19_methods_that_are_decorated(device):
+    class Decorated(Agent):
+        @torch.no_grad()
+        def guess(self, x):
+            return self.head(self.body(x))
+
+        @functools.wraps(functools.partial(int))
+        def number(self, x):
+            return int(x)
+
+    agent = pg.record(Decorated().to(device))
+    (message,) = said(lambda: [agent.guess(ramp(device, 2, 4)) for _ in range(100)])
+    assert "Decorated.guess is" in message
 
 
 def test_c20_nothing_is_said_of_methods_where_recording_is_off(device, monkeypatch):
