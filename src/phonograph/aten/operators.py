@@ -17,6 +17,7 @@ from .._torch.operators import OpOverload
 from ..errors import Refusal
 from ..memory.pool import dense
 from ..python.identity import identity
+from ..python.origin import in_package
 from ..values.wording import MARKED, source_of
 from .collectives import COLLECTIVES, communicates
 
@@ -105,8 +106,9 @@ _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 # Their derivatives are another formula where nobody may look on the host whether there are zeros, as in a capture.
 _OTHER_DERIVATIVES = {"aten::prod", "aten::cumprod"}
+_READS_NUMBER = "aten::_local_scalar_dense"
 _REMEDIES = {
-    "aten::_local_scalar_dense": "keep the value on the device: torch.where, pg.cond or masked arithmetic instead of .item(), "
+    _READS_NUMBER: "keep the value on the device: torch.where, pg.cond or masked arithmetic instead of .item(), "
     "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it "
     'outside; or fallback="split", if the value is most often the same',
     "aten::equal": "torch.equal answers on the host; use (a == b).all() and torch.where",
@@ -127,6 +129,10 @@ _REMEDIES_THERE = {
     "one_hot(": "compare with all classes: (x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
+_IN_PACKAGE = (
+    "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights), or "
+    'record the model alone; or fallback="split", if the value is most often the same'
+)
 
 
 _known: dict[int, tuple[object, Meaning]] = {}  # by identity: an overload's own hash is Python code
@@ -295,9 +301,11 @@ def remedy(name: str) -> str:
     return _REMEDIES.get(name, "")
 
 
-def reads_value(name: str = "aten::_local_scalar_dense", said: Callable[[str], str] = source_of) -> Refusal:
+def reads_value(name: str = _READS_NUMBER, said: Callable[[str], str] = source_of) -> Refusal:
     reader = said(name)
     otherwise = remedy(name) or "return the tensor and read it outside the recorded function"
+    if name == _READS_NUMBER and in_package():
+        otherwise = _IN_PACKAGE
     there = (advice for part, advice in _REMEDIES_THERE.items() if part in reader)
     return Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise))
 

@@ -25,6 +25,8 @@ _REMEDIES = {
     "torch/utils/data/dataloader.py": "take the batch outside, and pass its tensors as arguments",
     "transformers/masking_utils.py": 'transformers looks whether the attention needs a mask: fallback="split", or pass a '
     "four-dimensional attention_mask, or use an attention that gets none (docs/details.md)",
+    "torch_geometric/utils/loop.py": "give the layers edges that have their loops, and add_self_loops=False; or cached=True "
+    "where the graph stays the same",
 }
 
 

@@ -6,16 +6,19 @@ through here. (torch keeps what calls of a module go through out of what is pick
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
+from collections.abc import Iterator, Set
 from itertools import islice
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Protocol
 
 import torch
 
 from .._torch import modules as torch_modules
 from ..errors import Refusal
+from ..options import switched_off
 from ..python.origin import users_line
 from ..state.reentrancy import inside
 from .current_capture import recording_here
@@ -41,6 +44,7 @@ class UncalledModule:
         self._recorded, self._module = weakref.ref(recorded), weakref.ref(module)
         self._counted: _Part | None = None  # the part whose calls are counted
         self._calls = self._elsewhere = 0
+        self._methods = {code for kind in type(module).__mro__ for code in _methods(kind)}
         inner = [part for part in islice(module.modules(), 1, _PARTS) if not isinstance(part, torch.jit.ScriptModule)]
         self._parts = [_Part(part, self) for part in inner if torch_modules.goes_through(part) is None]
 
@@ -63,7 +67,9 @@ class UncalledModule:
         if recorded is None or module is None or inside():
             self.stop()
             return
-        method = _method_of(module, frame)
+        if switched_off():
+            return
+        method = _method_of(module, self._methods, frame)
         self._elsewhere += method is None
         if method is not None:
             self._counted = self._counted or part
@@ -110,14 +116,22 @@ def _has_others(kind: type) -> bool:
     return any(not name.startswith("_") and not hasattr(torch.nn.Module, name) for name in functions)
 
 
-def _method_of(module: torch.nn.Module, frame: FrameType | None) -> FrameType | None:
-    """Where the outermost method of the module runs, as far as one looks."""
+def _methods(kind: type) -> Iterator[CodeType]:
+    """The code of the functions that a class has, but for those that each module has."""
+    if kind.__module__.partition(".")[0] != "torch":
+        own = [inspect.unwrap(x) for x in vars(kind).values() if type(x) is FunctionType]
+        yield from (x.__code__ for x in own if type(x) is FunctionType)
+
+
+def _method_of(module: torch.nn.Module, methods: Set[CodeType], frame: FrameType | None) -> FrameType | None:
+    """Where the outermost method of the module runs, as far as one looks. (Up to Python 3.12, a frame of which one asks for its
+    variables keeps them for as long as it runs.)"""
     found = None
     for _ in range(_OUTWARDS):
         if frame is None:
             break
         code = frame.f_code
-        if code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is module:
+        if code in methods and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is module:
             found = frame
         frame = frame.f_back
     return found

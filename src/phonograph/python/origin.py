@@ -16,9 +16,9 @@ from .._torch.dynamic import Thing
 from .places import place
 from .projects import is_of_another, is_the_users
 
-__all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "belongs_to_user", "called_by", "has_called", "is_compiled", "is_ours",
-           "is_torchs", "is_users", "origin", "runs_through", "users_frame", "users_level", "users_line", "works_for",
-           "written_out"]  # fmt: skip
+__all__ = ["BACKWARD", "LIBRARY", "STDLIB", "USER", "belongs_to_user", "called_by", "has_called", "in_package", "is_compiled",
+           "is_ours", "is_torchs", "is_users", "origin", "runs_through", "users_frame", "users_level", "users_line",
+           "works_for", "written_out"]  # fmt: skip
 
 BACKWARD = "_engine_run_backward"
 """The function of torch's that each backward goes through."""
@@ -156,6 +156,12 @@ def users_line(frame: FrameType | None = None) -> str:
         return place(theirs.f_code.co_filename, theirs.f_lineno) if theirs is not None else ""
     line = place(own.f_code.co_filename, own.f_lineno)
     return line if theirs is None else f"{line}, in {_in_package(theirs)}"
+
+
+def in_package() -> bool:
+    """Whether the user's own code has called an installed package, which runs by now."""
+    own, theirs = _users(sys._getframe(1))
+    return own is not None and theirs is not None
 
 
 def _users(at: FrameType | None) -> tuple[FrameType | None, FrameType | None]:

@@ -9,7 +9,7 @@ import torch
 
 import phonograph as pg
 from phonograph.testing import assert_same
-from tests.helpers import assert_settles, may_run_live, plain, ramp
+from tests.helpers import assert_settles, may_run_live, plain, ramp, reasons
 
 
 class _Weighing:
@@ -134,3 +134,50 @@ def test_c12_a_model_that_runs_live_is_told_at_the_users_line(device):
     with pytest.warns(pg.RunsLive) as said:
         net(x)
     assert {w.filename for w in said} == {__file__}
+
+
+PACKAGE = """
+def normalised(x):
+    return x / x.sum().item()
+
+
+def without_loops(edges):
+    return edges[:, edges[0] != edges[1]]
+"""
+
+
+def installed(directory, name):
+    """What such a module of a package has in it."""
+    file, names = directory / "site-packages" / name, {}
+    exec(compile(PACKAGE, str(file), "exec"), names)
+    return names
+
+
+@may_run_live
+def test_c11_a_package_that_reads_a_number_is_to_be_called_outside(device, tmp_path):
+    """Nobody is told to change code of a package; what is told works."""
+    normalised = installed(tmp_path, "averages.py")["normalised"]
+    inside, outside = pg.record(lambda x: normalised(x * 2)), pg.record(lambda x: x * 2)
+    for n in range(4):
+        x = ramp(device, 3, start=n)
+        assert_same(inside(x), normalised(outside(x)))
+    assert pg.stats(inside).replayed == 0
+    assert "call that outside of the recorded function" in reasons(inside)
+    assert pg.stats(outside).replayed == 3
+
+
+@may_run_live
+def test_c11_own_code_that_reads_a_number_is_to_keep_it_on_the_device(device):
+    f = pg.record(lambda x: x / x.sum().item())
+    for n in range(3):
+        f(ramp(device, 3, start=n))
+    assert "torch.where" in reasons(f)
+
+
+@may_run_live
+def test_c11_a_graph_layer_that_looks_for_loops(device, tmp_path):
+    without_loops = installed(tmp_path, "torch_geometric/utils/loop.py")["without_loops"]
+    f = pg.record(lambda edges: without_loops(edges) + 0)
+    for _ in range(3):
+        assert f(torch.tensor([[0, 1, 2], [1, 1, 0]], device=device)).tolist() == [[0, 2], [1, 0]]
+    assert "add_self_loops=False" in reasons(f)

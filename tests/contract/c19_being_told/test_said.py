@@ -2,8 +2,10 @@
 nearly each time, a module whose other methods are called, a function that is recorded anew each time."""
 
 import copy
+import functools
 import pickle
 import warnings
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -174,6 +176,50 @@ def test_c19_a_module_whose_other_method_is_called(device):
     assert parts_as_before(agent)
     assert "Agent.act" in reasons(agent)
     assert said(loop) == []
+
+
+def test_c19_parts_that_a_function_calls_are_no_method(device):
+    def body_of(agent, x):
+        return agent.body(x)
+
+    agent = pg.record(Agent().to(device))
+    assert said(lambda: [body_of(agent, ramp(device, 2, 4)) for _ in range(100)]) == []
+
+
+def test_c19_methods_that_are_decorated(device):
+    class Decorated(Agent):
+        @torch.no_grad()
+        def guess(self, x):
+            return self.head(self.body(x))
+
+        @functools.wraps(functools.partial(int))
+        def number(self, x):
+            return int(x)
+
+    agent = pg.record(Decorated().to(device))
+    (message,) = said(lambda: [agent.guess(ramp(device, 2, 4)) for _ in range(100)])
+    assert "Decorated.guess is" in message
+
+
+def test_c20_nothing_is_said_of_methods_where_recording_is_off(device, monkeypatch):
+    monkeypatch.setenv("PHONOGRAPH", "off")
+    agent = pg.record(Agent().to(device))
+    assert said(lambda: [agent.act(ramp(device, 2, 4)) for _ in range(100)]) == []
+
+
+def test_c05_a_caller_lets_go_of_its_variables(device):
+    """Nobody keeps what lies in variables of functions that call parts of a recorded module."""
+    agent = pg.record(Agent().to(device))
+
+    def step(rows):
+        x = ramp(device, rows, 4)
+        gone = weakref.ref(x)
+        agent.act(x)
+        del x
+        return gone() is None
+
+    with torch.no_grad():
+        assert step(2)
 
 
 def test_c19_a_module_whose_forward_is_called_past_it(device):
