@@ -310,15 +310,18 @@ class Objects:
         """What the call has read of objects, if that is known."""
         return self._ran.reads if self._ran is not None and not self.mentions.looks_past else None
 
-    def _relied_on(self, path: str, thing: object, entered: set[str]) -> Holder:
-        """The place of those attributes of an object on which a recording relies."""
+    def _hold_attributes(self, path: str, thing: object, entered: set[str]) -> None:
+        """Those attributes of an object count."""
         own, module = own_dict(thing) or {}, issubclass(type(thing), torch.nn.Module)
         read = self._names_read(thing)
         if read is not None:  # also what is not there yet
             absent = read - own.keys() - self._put.get(identity(thing), set())
-            return object_attributes.named(path, thing, sorted(entered | absent), watched=module)
+            if entered or absent:
+                self._hold(object_attributes.named(path, thing, sorted(entered | absent), watched=module))
+            return
         every = self._any_attribute if self._ran is None else identity(thing) not in self._put
-        return object_attributes.attributes(path, thing, None if every else [n for n in own if n in entered], watched=module)
+        names = None if every else [n for n in own if n in entered]
+        self._hold(object_attributes.attributes(path, thing, names, watched=module))
 
     def _names_read(self, thing: object) -> Set[str] | None:
         """The names of the attributes that the call has read of an object; None if it is not known, or may be any."""

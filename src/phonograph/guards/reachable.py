@@ -250,7 +250,7 @@ class Reach(Objects):
             if entered or self.mentions.looks_for_absent:
                 self._hold(object_attributes.some(path, thing, self.mentions.reads))
         for path, thing, entered in self._selected:
-            self._hold(self._relied_on(path, thing, entered))
+            self._hold_attributes(path, thing, entered)
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
         for path, kind in self._class_places:
