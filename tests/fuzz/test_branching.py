@@ -2,8 +2,8 @@
 
 (Where a body returns its operand, both copy it. Python's `if` does not, and may add gradients up in another order.)
 
-PHONOGRAPH_FUZZ_BRANCHING programs (20) from seed PHONOGRAPH_FUZZ_SEED (0). A program is a tree of expressions over a few weights:
-products, sums, dropout, branches in branches, loops, weights and tensors that several bodies use.
+PHONOGRAPH_FUZZ_BRANCHING programs (20) from seed PHONOGRAPH_FUZZ_SEED (0). A program is a tree of expressions over a few
+weights: products, sums, dropout, branches in branches, loops, weights and tensors that several bodies use.
 """
 
 import os

@@ -216,7 +216,7 @@ def test_c06_negative_zeros_of_a_branch(device):
         def step(flag):
             w.grad = None
             y = pg.cond(flag > 0, lambda h: h * -0.0, lambda h: h.sin() + h.cos() + h, w * 1)
-            y.sum().mul(1).backward()
+            y.mul(1).sum().backward()
             return 1 / w.grad
 
         return step, w
