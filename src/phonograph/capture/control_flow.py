@@ -408,11 +408,14 @@ class _Around:
                 for state, t in zip(states, tensors, strict=True)]  # fmt: skip
 
 
-def apart(tensors: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def apart(
+    tensors: Iterable[torch.Tensor], operands: Iterable[torch.Tensor],
+    copied: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+) -> list[torch.Tensor]:  # fmt: skip
     """These with a copy of each that shares memory with an operand, or with one before it."""
     found, taken = list[torch.Tensor](), {storage_id(t) for t in operands if has_memory(t)}
     for t in tensors:
-        found.append(t.clone() if has_memory(t) and storage_id(t) in taken else t)
+        found.append(copied(t) if has_memory(t) and storage_id(t) in taken else t)
         taken.update(storage_id(x) for x in found[-1:] if has_memory(x))
     return found
 

@@ -37,7 +37,7 @@ def _branch(
     given = [t for t in operands if isinstance(t, torch.Tensor)]
 
     def body(function: Function) -> list[torch.Tensor]:
-        return apart(_tensors(watch, seen(function)(*operands)), given)
+        return apart(_tensors(watch, seen(function)(*operands)), given, watch.copied)
 
     bodies = [partial(body, true_fn), partial(body, false_fn)]
     return watch.branch(number, bodies, _of_users({"true_fn": true_fn, "false_fn": false_fn}))
@@ -52,7 +52,7 @@ def _loop(
         return found
 
     def turn(inner: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return apart(_tensors(watch, seen(body_fn)(*inner, *others)), ())
+        return apart(_tensors(watch, seen(body_fn)(*inner, *others)), (), watch.copied)
 
     return watch.loop(goes_on, turn, _tensors(watch, state), _of_users({"cond_fn": cond_fn, "body_fn": body_fn}))
 

@@ -229,7 +229,7 @@ class Cuts:
 
     @staticmethod
     def watch() -> OperatorWatch | None:
-        """The watch of the capture that goes on, which is that of a call and not of what a backward runs by itself."""
+        """The watch of the innermost capture that goes on."""
         return Cuts.now[-1]._watch if Cuts.now else None
 
     @staticmethod

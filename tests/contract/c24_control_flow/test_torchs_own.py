@@ -70,6 +70,21 @@ def test_c24_gradients_through_torchs_own_in_compiled_code(device):
     assert [counts(graph)[1:] for graph in graphs()] == [(1, 4)]
 
 
+def test_c24_a_function_of_torchs_own_that_returns_its_operand(device):
+    given, looped = torch.ops.higher_order.cond, torch.ops.higher_order.while_loop
+
+    def f(x, p):
+        (y,) = given(p > 0, lambda a: (a,), lambda a: (a * 2,), (x,))
+        i, a, b = looped(lambda i, a, b: i < p, lambda i, a, b: (i + 1, b, b), (torch.zeros((), device=x.device), x, x + 1), ())
+        return y + 1, i, a + 1, b + 1
+
+    g = pg.record(f)
+    for n, turn in enumerate(TURNS):
+        x, p = ramp(device, 4, start=n), torch.tensor(turn, device=device)
+        assert_same(g(x, p), f(x, p))
+    assert counts(g) == (1, 1, 4), reasons(g)
+
+
 @may_run_live
 def test_c24_effects_in_a_function_of_torchs_own(device):
     """Called as the operator that it is, it runs Python code."""

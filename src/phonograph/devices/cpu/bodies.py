@@ -66,7 +66,7 @@ class Trial:
             if taken:
                 self._after = [(storage, storage.clone()) for storage, _ in self.undo]
                 self._drawn = _states((*(g for g, _ in self._states), *met))
-            _put(self.undo, self._states)
+            _put(reversed(self.undo), self._states)  # two storage objects may stand for one memory
         self.undo = []
 
     def again(self) -> None:
