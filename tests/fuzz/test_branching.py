@@ -1,8 +1,9 @@
-"""Random training steps with branches and loops, recorded beside a live twin. (Where a body returns its operand, both copy
-it, which Python's `if` does not: gradients may then be added up in another order.)
+"""Random training steps with branches and loops, recorded beside a live twin.
 
-PHONOGRAPH_FUZZ_BRANCHING programs (20) from seed PHONOGRAPH_FUZZ_SEED (0). A program is a tree of expressions over weights:
-products, sums, dropout, branches in branches, loops, weights and tensors that several bodies use.
+(Where a body returns its operand, both copy it. Python's `if` does not, and may add gradients up in another order.)
+
+PHONOGRAPH_FUZZ_BRANCHING programs (20) from seed PHONOGRAPH_FUZZ_SEED (0). A program is a tree of expressions over a few
+weights: products, sums, dropout, branches in branches, loops, weights and tensors that several bodies use.
 """
 
 import os

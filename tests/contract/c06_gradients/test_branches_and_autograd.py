@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import phonograph as pg
 from phonograph.testing import Raised, assert_same
 from tests.contract.shared.branches import Net, trains
-from tests.helpers import may_run_live
+from tests.helpers import may_run_live, reasons, side_by_side
 
 
 def either(by, m, flag, h):
@@ -95,7 +95,10 @@ def backward_within(by, m, x, flag):
 def predicate_overwritten(by, m, x, flag):
     taken = flag > 0
     y = by.cond(taken, lambda h: m.left(h) * h, lambda h: m.right(h), m.first(x))
+    index = flag * 1
+    y = by.switch(index, [lambda y: m.left(y), lambda y: m.right(y) * y], y)
     taken.logical_not_()
+    index.fill_(1)
     return mean(m, y)
 
 
@@ -202,6 +205,26 @@ def every_weight(by, m, x, flag):
 def test_c06_gradients_that_go_each_time(device):
     """As by default: each body uses the same weights."""
     trains(device, every_weight, to_none=True)
+
+
+def test_c06_negative_zeros_of_a_branch(device):
+    """A gradient of -0.0 stays one where another body uses the tensor more often."""
+
+    def make():
+        w = nn.Parameter(torch.ones(3, device=device))
+
+        def step(flag):
+            w.grad = None
+            y = pg.cond(flag > 0, lambda h: h * -0.0, lambda h: h.sin() + h.cos() + h, w * 1)
+            y.mul(1).sum().backward()
+            return 1 / w.grad
+
+        return step, w
+
+    both = side_by_side(make)
+    for flag in (1, 0, 1, 1, 0, 1):
+        assert_same(both(torch.tensor(flag, device=device)).recorded.isneginf().all().item(), flag == 1)
+    assert pg.stats(both.recorded).replayed >= 3, reasons(both.recorded)
 
 
 @may_run_live
