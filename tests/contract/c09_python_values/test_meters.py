@@ -84,3 +84,32 @@ def test_c09_a_count_and_a_tensor(device, how):
     for n in range(12):
         assert_same(recorded(ramp(device, 3, 4, start=n)), live(ramp(device, 3, 4, start=n)))
     assert pg.stats(recorded).replayed >= 9, pg.explain(recorded)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return x * self.steps + self.steps
+
+
+def counted_in_a_dictionary(state, x):
+    state["n"] = state.get("n", 0) + 1
+    return x * state["n"]
+
+
+def test_c09_counters_that_are_worked_with(device):
+    """Of a module, in a dictionary, and among the arguments."""
+    net, state, x = pg.record(Counting(), keep="always"), {}, ramp(device, 4)
+    by_dictionary = pg.record(lambda x: counted_in_a_dictionary(state, x), keep="always")
+    by_argument = pg.record(lambda x, n: x * n - n / (x + 1), keep="always")
+    for n in range(1, 16):
+        assert_same(net(x), x * n + n)
+        assert_same(by_dictionary(x), x * n)
+        assert_same(by_argument(x, n), x * n - n / (x + 1))
+        assert (net.steps, state["n"]) == (n, n)
+    for f in (net, by_dictionary, by_argument):
+        assert pg.stats(f).replayed >= 9, pg.explain(f)

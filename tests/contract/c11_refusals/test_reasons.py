@@ -665,7 +665,7 @@ def a_list_in_itself(device):
 
 @way("another value of `n`", remedy="tensors")
 def a_number_that_changes(device):
-    f = pg.record(lambda x, n: x * n, warmup=1)
+    f = pg.record(lambda x, n: x * len(range(n)), warmup=1)
     for n in range(80):
         f(ramp(device, 4), n)  # here
 
@@ -943,7 +943,7 @@ def a_count_in_a_dictionary(device):
 
     def f(x):
         state["n"] = state.get("n", 0) + 1  # here
-        return x * state["n"]
+        return x * len(range(state["n"]))
 
     for call in recorded(f):
         call(ramp(device, 4))
@@ -956,7 +956,7 @@ class Counting(nn.Module):
 
     def forward(self, x):
         self.steps = self.steps + 1  # here
-        return x * self.steps
+        return x * len(range(self.steps))
 
 
 @way("self.steps", "outlives", remedy="copy_")
