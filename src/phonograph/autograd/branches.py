@@ -73,7 +73,8 @@ def branch(
     """
     if not torch.is_grad_enabled() or watch.has_backward:
         return watch.branch(index, [partial(body, f, operands) for f in called], roots)
-    ready_for_gradients()
+    with watch.unheard():
+        ready_for_gradients()
     index, graphs = watch.copied(index), [_Graph(watch) for _ in called]
     with _saving_apart(watch):
         forwards = [partial(graph.forward, body, f, operands) for graph, f in zip(graphs, called, strict=True)]

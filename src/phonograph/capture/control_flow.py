@@ -143,7 +143,7 @@ class ControlFlow(CallMemory, Refusals):
                 self._alike(target, t, "a branch", "that of the first branch")
                 self._copy(target, t)
 
-        with self._unheard() as heard:
+        with self.unheard() as heard:
             around = self._around(roots)
             self._flush()
             flow = self._flows
@@ -179,7 +179,7 @@ class ControlFlow(CallMemory, Refusals):
             for (b, _), value in zip(moved, values, strict=True):
                 self._copy(b, value)
 
-        with self._unheard() as heard:
+        with self.unheard() as heard:
             around = self._around(roots)
             self._flush()
             with self._looping():
@@ -188,7 +188,7 @@ class ControlFlow(CallMemory, Refusals):
 
     @staticmethod
     @contextmanager
-    def _unheard() -> Iterator[Profiler]:
+    def unheard() -> Iterator[Profiler]:
         """What runs in the block is no Python code of the call's. Yields who listens to that."""
         heard = pause_profiling()
         try:

@@ -190,7 +190,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                 )
             return args[0] if isinstance(args[0], torch.Tensor) else None
         operands = self._see(m, args, kwargs)
-        if m.name == "aten::_to_copy" and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
+        if m.name == "aten::_to_copy" and operands and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
             self.casts_weight(operands[0], self.casts.ended)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
@@ -404,10 +404,10 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
             if value is not None:  # no operator, and no part of the recording
                 ctypes.memmove(t.data_ptr(), value.data_ptr(), extent(t) * t.element_size())
         self.parts += (part,)
-        self.origins.cut()
         if self.dials is not None:
             self.dials.mark()
         self.cut(part, inputs, made)
+        self.origins.cut()
         return made
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:

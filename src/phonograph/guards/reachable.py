@@ -604,7 +604,7 @@ class Reach(Objects):
                 self._class(base.__qualname__, base)
             for name, member in list(vars(base).items()):
                 is_called = name in called or name in UNNAMED or (name.startswith("__") and name not in _UNCALLED)
-                for f in functions_of(member):
+                for f in functions_of(member) if not is_gate(member) else ():
                     if is_called or (self.mentions.looks_around and self._runs_alike(f)):
                         if self._ran is not None and isinstance(f, FunctionType) and not self._ran.has(f.__code__):
                             self._unbound.add(identity(f))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phonograph as pg
 from phonograph.testing import assert_same
-from tests.contract.shared.training_loops import FUSED, PAIR, SGD, Twins, batch, both_ways, common, same, updating
+from tests.contract.shared.training_loops import ADAM, FUSED, PAIR, SGD, Twins, batch, both_ways, common, same, updating
 from tests.helpers import may_run_live
 
 
@@ -195,8 +195,8 @@ def test_c06_a_gradient_scaler_for_two_optimizers(device, way):
 @both_ways
 @pytest.mark.parametrize("clipped", [False, True])
 def test_c11_a_gradient_scaler_that_decides_on_the_host(device, way, clipped):
-    """For other optimizers it asks whether something overflowed before it calls `step`."""
-    twins = Twins(device, way, SGD, scaled(clipped))
+    """For those that keep step counts on the host it asks whether something overflowed before it calls `step`."""
+    twins = Twins(device, way, ADAM, scaled(clipped))
     train_with_overflows(twins)
     twins.assert_live("on the host")
 

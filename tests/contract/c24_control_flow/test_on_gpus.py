@@ -75,23 +75,3 @@ def test_c24_autocast_in_and_around_branches(cuda):
 def _halved(net, y):
     with torch.autocast("cuda", dtype=torch.float16):
         return net(y).float()
-
-
-def test_c24_numbers_that_are_followed_in_a_branch(cuda):
-    """They are set in the kernels of bodies, without another recording."""
-
-    class Step:
-        rate = 0.5
-
-        def __call__(self, x, pred):
-            return pg.cond(pred, lambda x: x * self.rate, lambda x: x - self.rate, x)
-
-    def make():
-        step = Step()
-        return step, step
-
-    both = side_by_side(make)
-    x = torch.ones(64, device=cuda)
-    for n in range(9):
-        both.change(lambda step, n=n: setattr(step, "rate", 0.5 + n // 2))
-        both(x, torch.tensor(n % 2 > 0, device=cuda))

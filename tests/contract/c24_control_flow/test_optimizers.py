@@ -128,3 +128,25 @@ def test_c24_a_whole_step_in_a_branch(device):
     both = side_by_side(make, keep="always")
     call(both, device, TURNS)
     assert counts(both) == (1, 1, 7), reasons(both)
+
+
+def test_c24_numbers_of_an_object_in_a_branch(device):
+    """They are followed there as elsewhere: set in what the body launches, without another recording."""
+
+    class Step:
+        rate = 0.5
+
+        def __call__(self, x, p):
+            return pg.cond(p > 0, lambda x: x * self.rate, lambda x: x - self.rate, x)
+
+    def make():
+        step = Step()
+        return step, step
+
+    both = side_by_side(make, keep="always")
+    for n in range(12):
+        both.change(lambda step, n=n: setattr(step, "rate", 0.5 + n // 2))
+        both(ramp(device, 4), torch.tensor(float(n % 2), device=device))
+    _, recorded, replayed = counts(both)
+    assert recorded <= 2, reasons(both)
+    assert replayed >= 9, reasons(both)
