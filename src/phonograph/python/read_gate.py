@@ -72,7 +72,7 @@ class Reads:
         things = [*objects]
         self._kinds = {*filter(may_be_gated, {*map(type, things)})}
         self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
-        # By the identities of dictionaries, where attributes that hold them were read: the code, at which instruction, the name.
+        # By the identities of dictionaries, where attributes with them were read: the code, at which instruction, by what name.
         self._read_at: dict[int, dict[tuple[int, int, str], CodeType]] = defaultdict(dict)
         self.certain = True
         """Whether nothing has been read past the gate."""
