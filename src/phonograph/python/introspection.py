@@ -25,7 +25,8 @@ from .code_cache import of_code
 from .origin import is_users
 
 __all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "has_attributes",
-           "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of", "takes_parameters_only"]  # fmt: skip
+           "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
+           "takes_parameters_only"]  # fmt: skip
 
 
 class _Missing:
