@@ -36,7 +36,7 @@ class _Missing:
 
 MISSING = _Missing()
 
-_PLAIN = (type(None), GetSetDescriptorType, MemberDescriptorType)
+_PLAIN = (GetSetDescriptorType, MemberDescriptorType)
 _dictionary = ctypes.pythonapi["PyObject_GenericGetDict"]
 _dictionary.restype, _dictionary.argtypes = ctypes.py_object, (ctypes.py_object, ctypes.c_void_p)
 
@@ -149,11 +149,13 @@ def _is_builtin(kind: type) -> bool:
 
 def dictionary_of(thing: object) -> Callable[[], Thing]:
     """A function that gives the dictionary in which an object has its attributes, whatever its class calls `__dict__`."""
-    kind = type(thing)
-    if issubclass(kind, threading.local):
+    if issubclass(type(thing), threading.local):
         return partial(vars, thing)
-    if any(type(vars(base).get("__dict__")) not in _PLAIN for base in kind.__mro__):
-        return partial(_dictionary, thing, None)
+    for base in type(thing).__mro__:
+        if "__dict__" in base.__dict__:
+            if type(base.__dict__["__dict__"]) not in _PLAIN:
+                return partial(_dictionary, thing, None)
+            break
     return partial(object.__getattribute__, thing, "__dict__")
 
 
