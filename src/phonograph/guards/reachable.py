@@ -169,7 +169,8 @@ class Reach(Objects):
             self._hold(packages.as_they_are(called.values()))
         environment = getattr(os.environ, "_data", None)
         if environment is not None and not named.isdisjoint({"environ", "getenv"}):
-            self._hold(kept("os.environ", lambda: (*environment, *environment.values())))
+            place = kept("os.environ", lambda: (len(environment), *environment, *environment.values()))
+            self._hold(place._replace(named=containers.keyed))
 
     def of_what_ran(self, ran: Ran, left: Left, carried: Carried) -> Reach | None:
         """The same walk again after a call, in which this code ran. None if it might read more than it names, or what the call
