@@ -107,6 +107,7 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(gc, "disable enable freeze unfreeze", lambda n: Effect(f"calls gc.{n}()", by=DIRECTLY)),
     **_named(gc, "isenabled get_count get_stats", lambda n: Effect(f"asks how garbage is collected (gc.{n})", _PASS, DIRECTLY)),
     **_named(os, "listdir scandir", lambda n: Effect(f"reads a directory (os.{n})", _PASS)),
+    **_named(os, "stat lstat access readlink", lambda n: Effect(f"asks for a file (os.{n})", _PASS)),
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip
 

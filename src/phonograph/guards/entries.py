@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -11,6 +10,7 @@ from .._torch.dynamic import Leaves, Reading, Table, Thing
 from ..python.dict_versions import Versions, at_one_glance, tell
 from ..python.holders import Holder
 from ..python.identity import identity, reading_list
+from ..python.introspection import dictionary_of
 from ..python.origin import written_out
 from .hyperparameters import Dials
 from .sameness import equal, may_stand_for
@@ -165,7 +165,7 @@ def by_dictionary(entries: list[Entry]) -> tuple[list[list[Entry]], Versions]:
         if found is None or not tell(found):
             continue
         if thing is not None:
-            own.setdefault(identity(thing), (partial(object.__getattribute__, thing, "__dict__"), []))[1].append(entry)
+            own.setdefault(identity(thing), (dictionary_of(thing), []))[1].append(entry)
             continue
         for d in found:
             fixed.setdefault(identity(d), (d, []))[1].append(entry)

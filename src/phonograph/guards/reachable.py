@@ -167,10 +167,10 @@ class Reach(Objects):
         called |= {f.key: f for f in packages.forwards_of(map(type, modules))}
         if called:
             self._hold(packages.as_they_are(called.values()))
-        variables, environment = sorted(filter(str.isupper, named)), getattr(os.environ, "_data", None)
-        if variables and environment is not None and not named.isdisjoint({"environ", "getenv"}):
-            keys = [*map(os.environ.encodekey, variables)]
-            self._hold(kept("os.environ", lambda: (*map(environment.get, keys),)))
+        environment = getattr(os.environ, "_data", None)
+        if environment is not None and not named.isdisjoint({"environ", "getenv"}):
+            place = kept("os.environ", lambda: (len(environment), *environment, *environment.values()))
+            self._hold(place._replace(named=containers.keyed))
 
     def of_what_ran(self, ran: Ran, left: Left, carried: Carried) -> Reach | None:
         """The same walk again after a call, in which this code ran. None if it might read more than it names, or what the call
@@ -179,7 +179,8 @@ class Reach(Objects):
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
         tables = any(h.contents is not None and type(h.contents.now()) is dict for h in self.holders)
-        narrows = self._selected or tables or any(map(has_more, self.modules)) or any(self._kinds.values())
+        noted = ran.reads is not None and any(map(ran.reads.knows, {*map(type, self._objects)}))
+        narrows = self._selected or noted or tables or any(map(has_more, self.modules)) or any(self._kinds.values())
         if not (left.paths or arguments or narrows):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))

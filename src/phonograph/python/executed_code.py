@@ -57,7 +57,8 @@ class Ran:
         self._names: Set[str] = _NONE.union(*map(names_in, others))
         # But a method of that name writes to an object whose class has it.
         writing = [code for code in users if not (code.co_name in _WRITES or is_written(code))]
-        past = "__getattribute__" in self._names or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
+        past = "__getattribute__" in self._names or "__get__" in by_users
+        past = past or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
         self.reads = reads if reads is not None and reads.certain and not past else None
         """What it has read of objects, if that is known."""
         self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))

@@ -4,13 +4,16 @@ of its instances, the dictionary of an object, and whether a class is the user's
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dis
 import gc
 import sys
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType
+from collections.abc import Callable
+from functools import partial
+from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 
 import torch
 import torch.distributions
@@ -21,8 +24,9 @@ from .bytecode import all_within, has_instruction, names_in
 from .code_cache import of_code
 from .origin import is_users
 
-__all__ = ["MISSING", "asks_identity", "contents", "functions_of", "functions_with", "has_attributes", "is_table",
-           "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of", "takes_parameters_only"]  # fmt: skip
+__all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "has_attributes",
+           "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
+           "takes_parameters_only"]  # fmt: skip
 
 
 class _Missing:
@@ -31,6 +35,10 @@ class _Missing:
 
 
 MISSING = _Missing()
+
+_PLAIN = (GetSetDescriptorType, MemberDescriptorType)
+_dictionary = ctypes.pythonapi["PyObject_GenericGetDict"]
+_dictionary.restype, _dictionary.argtypes = ctypes.py_object, (ctypes.py_object, ctypes.c_void_p)
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a C extension that does likewise
 
@@ -139,10 +147,22 @@ def _is_builtin(kind: type) -> bool:
     return kind.__module__ == "builtins" and not kind.__flags__ & _HEAP_TYPE  # `exec` in a bare dict makes heap types
 
 
+def dictionary_of(thing: object) -> Callable[[], Thing]:
+    """A function that gives the dictionary in which an object has its attributes, whatever its class calls `__dict__`."""
+    if issubclass(type(thing), threading.local):
+        return partial(vars, thing)
+    for base in type(thing).__mro__:
+        if "__dict__" in base.__dict__:
+            if type(base.__dict__["__dict__"]) not in _PLAIN:
+                return partial(_dictionary, thing, None)
+            break
+    return partial(object.__getattribute__, thing, "__dict__")
+
+
 def own_dict(thing: object) -> dict[str, Thing] | None:
     """An object's own attributes; None if it has no dictionary for them."""
     try:
-        found = vars(thing) if issubclass(type(thing), threading.local) else object.__getattribute__(thing, "__dict__")
+        found = dictionary_of(thing)()
     except (AttributeError, TypeError):
         return None
     return found if isinstance(found, dict) else None

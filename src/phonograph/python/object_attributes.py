@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence, Set
-from functools import partial
 from operator import attrgetter
 from types import CellType
 
@@ -15,7 +14,7 @@ from .._torch.dynamic import Reading, Thing
 from .containers import by_key, item, keyed, pairs
 from .holders import Holder, Part, Spot, kept
 from .identity import identity
-from .introspection import MISSING, contents
+from .introspection import MISSING, contents, dictionary_of
 
 __all__ = ["attributes", "cells", "named", "of_tensors", "slots", "some", "space"]
 
@@ -28,9 +27,7 @@ def _attribute(thing: object, find: Callable[[], dict[str, object]], name: str) 
 def attributes(path: str, thing: object, names: Sequence[str] | None = None, *, watched: bool = False) -> Holder:
     """The attributes that an object has in its dictionary, which may be replaced as a whole. With `names` a recording relies on
     the values of these only, and on which others there are."""
-    find: Callable[[], Thing] = partial(object.__getattribute__, thing, "__dict__")
-    if issubclass(type(thing), threading.local):
-        find = partial(vars, thing)
+    find = dictionary_of(thing)
     before = find()
 
     def read() -> Reading:
@@ -69,7 +66,7 @@ def attributes(path: str, thing: object, names: Sequence[str] | None = None, *, 
 
 def some(path: str, thing: object, names: Set[str]) -> Holder:
     """Those attributes of an object that have one of these names, whether or not they are there."""
-    find: Callable[[], Thing] = partial(object.__getattribute__, thing, "__dict__")
+    find = dictionary_of(thing)
 
     def read() -> Reading:
         d = find()
@@ -87,7 +84,7 @@ def some(path: str, thing: object, names: Set[str]) -> Holder:
 
 def named(path: str, thing: object, names: Iterable[str], *, watched: bool = False) -> Holder:
     """Those attributes in an object's dictionary that have one of these names, whether or not they are there."""
-    find: Callable[[], Thing] = partial(object.__getattribute__, thing, "__dict__")
+    find = dictionary_of(thing)
     held = tuple(names)
 
     def read() -> Reading:

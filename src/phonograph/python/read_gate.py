@@ -72,8 +72,8 @@ class Reads:
         things = [*objects]
         self._kinds = {*filter(may_be_gated, {*map(type, things)})}
         self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
-        # By the identities of dictionaries, where attributes that hold them were read: the code, and at which instruction.
-        self._read_at: dict[int, dict[tuple[int, int], CodeType]] = defaultdict(dict)
+        # By the identities of dictionaries, where attributes with them were read: the code, at which instruction, by what name.
+        self._read_at: dict[int, dict[tuple[int, int, str], CodeType]] = defaultdict(dict)
         self.certain = True
         """Whether nothing has been read past the gate."""
 
@@ -91,7 +91,7 @@ class Reads:
         """The keys that were read of dictionaries which attributes hold, by the identities of these; None for any."""
         found: dict[int, set[object] | None] = {}
         for table, reads in self._read_at.items():
-            keys = {keys_after(code).get(at, _ANY) for (_, at), code in reads.items()}
+            keys = {keys_after(code).get((at, name), _ANY) for (_, at, name), code in reads.items()}
             found[table] = None if _ANY in keys else keys
         return found
 
@@ -141,7 +141,7 @@ class Reads:
             value = get(thing, name)
             if type(value) is dict and name not in _NO_TABLES:
                 frame = sys._getframe(1)
-                at[identity(value)][identity(frame.f_code), frame.f_lasti] = frame.f_code
+                at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code
             return value
 
         return __getattribute__

@@ -20,15 +20,18 @@ _VARIABLES = ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
 _CALLS = frozenset({"CALL", "CALL_METHOD"})
 _CLOSURES = frozenset({"LOAD_CLOSURE", "MAKE_CELL", "COPY_FREE_VARS"})  # which hand a variable on to a function within
 
+_ALL_VARIABLES = frozenset({"locals", "vars", "eval", "exec"})  # by which code gets at its variables without naming them
+
 
 @of_code
-def keys_after(code: CodeType) -> Mapping[int, object]:
-    """The key that is read of what an instruction loads, by the offsets of such instructions (and of their caches)."""
-    found: dict[int, object] = {}
+def keys_after(code: CodeType) -> Mapping[tuple[int, str], object]:
+    """The key that is read of what an instruction loads, by the offsets of such instructions (and of their caches), and by the
+    name that these load."""
+    found: dict[tuple[int, str], object] = {}
     heard = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
     for n, i in enumerate(heard):
         if i.opname in _LOADS and (key := _key(heard[n + 1 : n + 5]) or _key_asked_for(heard, n)):
-            found |= dict.fromkeys(range(i.offset, heard[n + 1].offset, 2), key[0])
+            found |= dict.fromkeys(((at, i.argval) for at in range(i.offset, heard[n + 1].offset, 2)), key[0])
     return found
 
 
@@ -66,14 +69,16 @@ def keys_of_variables(code: CodeType) -> Mapping[str, frozenset[object] | None]:
     for inner in all_within(code):
         keys = keys_after(inner)
         names = {*inner.co_names, *inner.co_freevars, *inner.co_cellvars}
+        if not _ALL_VARIABLES.isdisjoint(inner.co_names):
+            found |= dict.fromkeys((*inner.co_freevars, *inner.co_cellvars))
         for i in dis.get_instructions(inner):
             if type(i.argval) is not str or i.argval not in names or i.opname in _CLOSURES or "ATTR" in i.opname:
                 continue
             if i.opname == "LOAD_METHOD" or (i.opname.startswith("LOAD_FAST") and i.argval not in inner.co_varnames):
                 continue
             known = found.setdefault(i.argval, set())
-            if i.offset in keys and known is not None:
-                known.add(keys[i.offset])
+            if (at := (i.offset, i.argval)) in keys and known is not None:
+                known.add(keys[at])
             else:
                 found[i.argval] = None
     return {name: None if keys is None else frozenset(keys) for name, keys in found.items()}

@@ -47,6 +47,14 @@ def counting(x):
 
 
 @pytest.fixture
+def no_other_tests(monkeypatch):
+    """No modules of tests that were collected in the same process: a call may get at them by a name that it works out, and then
+    it counts what they have, an iterator, say."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
 def package(device, monkeypatch):
     """A package that is installed."""
     made = {}

@@ -9,7 +9,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.testing import assert_same
-from tests.helpers import may_run_live, ramp
+from tests.helpers import may_run_live, ramp, reasons
 
 STEPS = 24
 
@@ -328,6 +328,43 @@ def test_c09_all_that_a_dictionary_has_is_read(device, read, where):
     plain.change()
     for _ in range(3):
         assert_same(step(x), plain.step(x))
+
+
+AS_A_WHOLE = {
+    "a namespace": ("types.SimpleNamespace(factor=2.0, done=0)", "config.factor", "config.done += 1"),
+    "slots": ("Slots()", "config.factor", "config.done += 1"),
+    "a local variable": ("{'factor': 2.0, 'done': 0}", "(lambda found: found['factor'])(config)", "config['done'] += 1"),
+    "a key that is worked out": ("{'factor': 2.0, 'done': 0}", "config['fac' + self.tor]", "config['done'] += 1"),
+    "a class that sets": ("Setting()", "config.factor", "config.done += 1"),
+    "a dictionary in one": ("{'in': {'factor': 2.0, 'done': 0}}", "config['in']['factor']", "config['in']['done'] += 1"),
+    "an ordered dictionary": ("collections.OrderedDict(factor=2.0, done=0)", "config['factor']", "config['done'] += 1"),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", AS_A_WHOLE)
+def test_c09_what_counts_as_a_whole(device, kind):
+    """A count beside what is read runs live in the end, and is named."""
+    made, read, counts = (text.replace("config", "self.config") for text in AS_A_WHOLE[kind])
+    source = f"""
+        class Slots:
+            __slots__ = ("factor", "done")
+            def __init__(self): self.factor, self.done = 2.0, 0
+        class Setting:
+            def __init__(self): self.factor, self.done = 2.0, 0
+            def __setattr__(self, name, value): super().__setattr__(name, value)
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.config, self.tor = {made}, "tor"
+            def step(self, x): return self.update(x, {read})
+            def between(self): {counts}
+    """
+    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
+    step = pg.record(mine.step)
+    for _ in range(STEPS):
+        assert_same(step(x), plain.step(x))
+        mine.between()
+        plain.between()
+    assert "done changes from call to call" in reasons(step)
 
 
 TWICE = {

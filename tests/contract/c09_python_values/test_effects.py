@@ -265,6 +265,26 @@ def test_c09_an_effect_happens_exactly_once_a_call(device, tmp_path, monkeypatch
             assert happened() == n
 
 
+ASKS = {
+    "os.path.exists": lambda path: os.path.exists(path),
+    "Path.exists": lambda path: path.exists(),
+    "os.path.getmtime": lambda path: path.parent.exists() and os.path.getmtime(path.parent) and os.path.isfile(path),
+    "os.access": lambda path: os.access(path, os.R_OK),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_c11_a_step_that_stops_where_a_file_appears(device, tmp_path, asks):
+    stop = tmp_path / "stop"
+    recorded = pg.record(lambda x: x * (0 if asks(stop) else 2), warmup=1)
+    for n in range(8):
+        if n == 5:
+            stop.touch()
+        assert_same(recorded(ramp(device, 3)), ramp(device, 3) * (0 if n >= 5 else 2))
+    assert "asks for a file (os." in reasons(recorded)
+
+
 @may_run_live
 def test_c11_an_effect_names_the_users_line_and_what_to_do(device, tmp_path):
     log = tmp_path / "log"

@@ -15,7 +15,7 @@ from tests.helpers import counts, may_run_live, ramp
 
 
 @pytest.fixture
-def script():
+def script(no_other_tests):
     """A module of the user's. Gives a function that runs source there, and its namespace."""
     module = types.ModuleType("script_of_the_test")
     sys.modules[module.__name__] = module

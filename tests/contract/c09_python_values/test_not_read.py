@@ -1,5 +1,6 @@
 """C9: what no code of the function reads does not count."""
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -53,6 +54,16 @@ def test_c09_a_trainer_that_counts_its_steps_outside_of_them(device):
             trainer.last = value
     live, recorded, _ = counts(both)
     assert live + recorded <= 5, reasons(both)
+
+
+def test_c09_arguments_of_a_program_that_count_beside_those_that_are_read(device):
+    args = argparse.Namespace(by=2.0, epoch=0)
+    step = pg.record(lambda x: x * args.by, warmup=1)
+    for n in range(8):
+        args.by = 2.0 + n // 4
+        assert_same(step(ramp(device, 4)), ramp(device, 4) * args.by)
+        args.epoch += 1
+    assert pg.stats(step).recorded == 2, reasons(step)
 
 
 def test_c09_a_step_that_makes_a_frozen_dataclass(device):

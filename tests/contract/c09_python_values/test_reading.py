@@ -49,7 +49,7 @@ CASES = cases("reading.txt") | cases("reading_unrun.txt", UNRUN, CALLED)
 
 
 @pytest.fixture
-def load(device, tmp_path, monkeypatch):
+def load(device, tmp_path, monkeypatch, no_other_tests):
     """A function that imports a case's module, from files that are written for it; `DEVICE` is the device in it."""
     files = {f"site-packages/{name}": text for name, text in PACKAGE.items()}
     before = set(sys.modules)
