@@ -67,10 +67,3 @@ def package(device, monkeypatch):
         monkeypatch.setitem(sys.modules, name, made[name])
     made["package"].inner = made["package.inner"]
     return made["package"]
-
-
-@pytest.fixture
-def unaccompanied(monkeypatch):
-    """Other tests are no part of the program, which may get at all modules that are loaded."""
-    for name in [name for name in sys.modules if name.startswith("tests.")]:
-        monkeypatch.delitem(sys.modules, name)

@@ -396,7 +396,6 @@ SET = {
 
 
 @may_run_live
-@pytest.mark.usefixtures("unaccompanied")
 @pytest.mark.parametrize("statement", SET.values(), ids=SET)
 def test_c09_a_global_that_is_set_in_another_way(device, script, statement):
     """Each call sets it once, and finds what the one before has left."""

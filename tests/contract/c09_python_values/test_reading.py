@@ -147,7 +147,6 @@ TABLE = {"v": 2.0}
     assert_same(recorded(x), x * 6)
 
 
-@pytest.mark.usefixtures("unaccompanied")
 def test_c09_a_name_that_turns_up_after_the_module_that_has_it(device, load):
     module = load("""
 import importlib
