@@ -126,7 +126,8 @@ _REMEDIES = {
 }
 # By what stands in the expression.
 _REMEDIES_THERE = {
-    "one_hot(": "compare with all classes: (x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
+    "one_hot(": "call it as F.one_hot(x, num_classes), or compare with all classes: "
+    "(x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
 _IN_PACKAGE = (
