@@ -285,7 +285,8 @@ class Cuts:
 
 def _instead(operator: OpOverload | Marked) -> str:
     if isinstance(operator, Marked):
-        return "let it return new tensors or None, and change nothing but what it is given; or call it outside"
+        return ("let it return new tensors or None, and change nothing but what it is given; or call it outside, as an "
+                "optimizer's step that cannot be recorded")  # fmt: skip
     return "; or ".join(filter(None, [operators.remedy(operators.meaning(operator).name), COMPILED]))
 
 
