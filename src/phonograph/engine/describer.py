@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from .._torch import autograd as torch_autograd
 from .._torch import modes as torch_modes
-from .._torch.dynamic import Args, Kwargs, Leaves, Thing
+from .._torch.dynamic import Args, Kwargs, Thing
 from ..call.recurring_objects import RecurringObjects
 from ..call.signature import Call, describe
 from ..errors import Overlooked, Refusal
@@ -104,12 +104,14 @@ class Describer:
         with uncollected():
             reach = Reach([(self._name, self._function), *objects, *parameters, *classes, *met], self.heard)
         reach.packages = self.packages
-        carried = Flattener()
-        tensors: Leaves = []
-        carried.flatten(self.carried.standing(), tensors)
-        for t in tensors:  # an argument, wherever else it is found
-            reach.tensors.pop(identity(t), None)
-        only_there = {*map(identity, carried.containers)} - reach.shared
+        carried = set[int]()
+        for value in self.carried.standing():
+            flattener, leaves = Flattener(), list[object]()
+            flattener.flatten(value, leaves)
+            carried.update(map(identity, flattener.containers))
+            for leaf in leaves:  # an argument, wherever else it is found
+                reach.tensors.pop(identity(leaf), None)
+        only_there = carried - reach.shared
         self.recurring.bind(c for c in filter(_among(reach.met), call.containers) if identity(c) not in only_there)
         self.recurring.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
         if reach.borrowed:

@@ -400,13 +400,14 @@ def _leaves_of(tree: object) -> list[object]:
 
 
 def _memory_in(tree: object) -> set[int] | None:
-    """The storages of the tensors in what a call hands on, None if there may be any."""
-    leaves: list[object] = []
+    """The storages of the tensors in what a call hands on, and the identities of the containers; None if there may be any."""
+    flattener, leaves = Flattener(), list[object]()
     try:
-        flatten(tree, leaves, Flattener())
+        flattener.flatten(tree, leaves)
     except RecursionError:
         return None
-    return {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}
+    storages = {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}
+    return storages | {*map(identity, flattener.containers)}
 
 
 def _is_plain(t: torch.Tensor) -> bool:

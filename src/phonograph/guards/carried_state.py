@@ -32,7 +32,7 @@ from ..python.identity import identity
 from ..python.introspection import MISSING, is_table, table_of
 from ..values.pytree import Flattener, flatten
 
-__all__ = ["CONTENTS", "Carried", "Carries", "Place", "is_filled", "is_state", "put", "tensors_in"]
+__all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_state", "put", "tensors_in"]
 
 
 CONTENTS = object()
@@ -160,6 +160,10 @@ class Carried:
         """What stands there and is an argument: tensors, and what holds them."""
         return [x for known in self._known.values() if known.read and is_state(x := _value(known)) and x is not None]
 
+    def holders(self) -> set[int]:
+        """The identities of the containers and objects that stand there."""
+        return set[int]().union(*(holders_in(x) for known in self._known.values() if is_state(x := _value(known))))
+
     def unread(self) -> list[Place]:
         """Those places of which it is not known that what stands there is read, as if it were."""
         return [Place(k.label, of, k.name, True) for k in self._known.values() if not k.read and (of := k.of()) is not None]
@@ -219,9 +223,18 @@ def _holds_state(value: object) -> bool:
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    leaves: Leaves = []
-    flatten(value, leaves, Flattener())
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+    return [x for x in _inside(value)[0] if isinstance(x, torch.Tensor)]
+
+
+def holders_in(value: object) -> set[int]:
+    """The identities of the containers and objects in this."""
+    return {*map(identity, _inside(value)[1])}
+
+
+def _inside(value: object) -> tuple[Leaves, Leaves]:
+    flattener, leaves = Flattener(), list[object]()
+    flattener.flatten(value, leaves)
+    return leaves, flattener.containers
 
 
 def _value(known: _Known) -> object:

@@ -218,3 +218,55 @@ def test_c09_one_object_in_two_places_stays_one(device):
             assert state is net.first is net.second
             assert_same(state.h, net(x))
     assert pg.stats(recorded).replayed >= 5, pg.explain(recorded)
+
+
+def adding(before, x):
+    before.parts["old"] = 3
+
+
+def returning(before, x):
+    return before.parts
+
+
+DONE_TO_IT = {
+    "a name": lambda before, x: setattr(before, "name", "old"),
+    "a new one": lambda before, x: setattr(before, "kept", 3),
+    "a count": lambda before, x: setattr(before, "calls", before.calls + 1),
+    "a tensor": lambda before, x: setattr(before, "late", x * 2),
+    "an item": adding,
+    "a write": lambda before, x: before.h.add_(1),
+    "nothing but to return a part": returning,
+}
+
+
+@pytest.mark.parametrize("does", DONE_TO_IT.values(), ids=DONE_TO_IT)
+def test_c03_what_is_done_to_the_object_of_the_call_before(device, does):
+    """It is done to the one that stands there in this call, which the caller may have kept."""
+
+    def made():
+        net = nn.Linear(4, 4).to(device)
+        nn.init.eye_(net.weight)
+        net.state, net.bias = None, None
+
+        def step(x):
+            before, net.state = net.state, State(net(x))
+            net.state.calls = 0
+            return x.sum(), None if before is None else does(before, x)
+
+        return net, step
+
+    (ours, step), (live, plain) = made(), made()
+    recorded, kept = pg.record(step, keep="always"), []
+    with torch.no_grad():
+        for n in range(10):
+            x = inputs(device, n)
+            (a, mine), (b, theirs) = recorded(x), plain(x)
+            assert_same(a, b)
+            if does is returning and n:
+                assert mine is kept[-1][0].parts
+                assert theirs is kept[-1][1].parts
+            kept.append((ours.state, live.state))
+    for mine, theirs in kept:
+        assert list(vars(mine)) == list(vars(theirs))
+        assert_same(vars(mine), vars(theirs))
+    assert pg.stats(recorded).replayed >= 7, pg.explain(recorded)
