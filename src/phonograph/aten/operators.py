@@ -111,8 +111,10 @@ _REMEDIES = {
     _READS_NUMBER: "keep the value on the device: torch.where, pg.cond or masked arithmetic instead of .item(), "
     "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it "
     'outside; or fallback="split", if the value is most often the same',
-    "aten::equal": "torch.equal answers on the host; use (a == b).all() and torch.where",
-    "aten::allclose": "torch.allclose answers on the host; use torch.isclose(a, b).all() and torch.where",
+    "aten::equal": "torch.equal answers on the host; use (a == b).all() and torch.where; "
+    'or fallback="split", if the answer is most often the same',
+    "aten::allclose": "torch.allclose answers on the host; use torch.isclose(a, b).all() and torch.where; "
+    'or fallback="split", if the answer is most often the same',
     "aten::_pack_padded_sequence": "lengths are read on the host: work with padded tensors, and mask what is padded",
     "aten::nonzero": "the number of matches is not known beforehand; use torch.where(mask, a, b) or torch.nonzero_static",
     "aten::index": "a boolean mask selects an unknown number of elements; use torch.where or masked_fill",
@@ -126,7 +128,8 @@ _REMEDIES = {
 }
 # By what stands in the expression.
 _REMEDIES_THERE = {
-    "one_hot(": "compare with all classes: (x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
+    "one_hot(": "call it as F.one_hot(x, num_classes), or compare with all classes: "
+    "(x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
 _IN_PACKAGE = (

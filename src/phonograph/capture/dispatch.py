@@ -36,6 +36,7 @@ from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
 from ..memory.pool import extent
 from ..python.identity import identity
+from ..values.host_scalars import COMPARISONS, Site, site_of
 from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import MARKED, source_of
 from .arrivals import Arrivals
@@ -180,6 +181,9 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
             if self.bodies:
                 raise refusal(m.name, " in a branch or loop", "call it outside of that")
             self.communicates(m, args, kwargs)
+        if m.name in COMPARISONS and self.numerals is not None and self._compares(*args[:2]):
+            with self:
+                return self._compared(m, args, kwargs, site_of(sys._getframe(1)))
         if m.refusable and not constant:
             self._check(func, m, args, kwargs)
         if m.name in COUNTING and self._counting and self._counted(m, args, kwargs):
@@ -208,6 +212,17 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
         if sizes and sizes != operators.bytes_written(m, args, kwargs):
             raise Refusal(f"{source_of(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
         return out
+
+    def _compares(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether it takes their values to tell whether these are the same, and the device has them."""
+        return a.device == b.device == self.device and a.dtype is b.dtype and a.shape == b.shape
+
+    def _compared(self, m: operators.Meaning, args: Args, kwargs: Kwargs, site: Site) -> object:
+        """What two tensors are found to be at this site, by which the call goes on."""
+        truth = self.decided(COMPARISONS[m.name](*args, **kwargs), site)
+        if truth is None:
+            self.reads_number(site, m.name)
+        return truth
 
     def _check(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> None:
         try:

@@ -22,7 +22,7 @@ from ..aten import operators
 from ..errors import Decides, Refusal
 from ..guards.reachable import Reach
 from ..python.handlers import comes_to_something
-from ..values.host_scalars import Numeral, Site, listable, readable
+from ..values.host_scalars import READS_NUMBER, Numeral, Site, listable, readable
 from ..values.wording import COMPILED
 from .call_memory import CallMemory
 from .random_states import RandomStates
@@ -65,9 +65,9 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
             return None
         return [self.listed(row, site) for row in t.unbind()] if t.dim() else self.numeral(t, site)
 
-    def reads_number(self, site: Site) -> NoReturn:
-        """The call goes on by a number that is read at this site."""
-        found = operators.reads_value()
+    def reads_number(self, site: Site, name: str = READS_NUMBER.name()) -> NoReturn:
+        """The call goes on by a number that is read at this site, by an operator of this name."""
+        found = operators.reads_value(name)
         refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
         refusal.site = site
         raise self.located(refusal)

@@ -32,7 +32,7 @@ from ..guards.snapshot import changed
 from ..guards.tensor_states import state_of
 from ..python.holders import Holder
 from ..python.identity import identity
-from ..values.host_scalars import NUMBER_READERS, Site, site_of
+from ..values.host_scalars import COMPARISONS, NUMBER_READERS, Site, site_of
 from ..values.pytree import flatten
 from ..values.pytree_nodes import Node
 from ..values.tensor_subclasses import storages
@@ -273,10 +273,10 @@ class Notes:
         found = written or made
         return None if not returns else found if "List" in returns[0] else found[0]
 
-    def number(self, site: Site, t: torch.Tensor) -> None:
-        """The number in this tensor is read at this site."""
+    def number(self, site: Site, number: Thing) -> None:
+        """This number is read at this site, or that in a tensor."""
         if site in self.decisive:
-            self.numbers.setdefault(site, []).append(t.item())
+            self.numbers.setdefault(site, []).append(number.item() if isinstance(number, torch.Tensor) else number)
 
     def _note(self, form: Form, result: object, keeps: Set[int] = frozenset()) -> None:
         self.forms.append(form)
@@ -334,6 +334,8 @@ class _Noting(TorchDispatchMode):
             if func in NUMBER_READERS and self._notes.decisive and not self._notes.within:
                 self._notes.number(site_of(sys._getframe(1)), args[0])
             result = func(*args, **kwargs)
+            if m.name in COMPARISONS and self._notes.decisive and not self._notes.within:
+                self._notes.number(site_of(sys._getframe(1)), result)
         bump(written_one_by_one(m, args, kwargs))
         return result
 

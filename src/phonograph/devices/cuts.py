@@ -162,7 +162,7 @@ class Cuts:
         """The gradients that the call has changed so far. Nothing else that can be seen of a tensor may be another now."""
         for name, t, (state, _) in self._tensors:
             if _is(t)[0] != state:
-                raise Refusal(f"{runs} while {name} is changed for a time", "change it outside, around the call")
+                raise Refusal(f"{runs} while {name} is another than before the call", "change it before the call")
         found = self._changed_grads()
         if found and self._in_backward:
             raise Refusal(
@@ -188,7 +188,7 @@ class Cuts:
             raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
         for place in changed(self._held):
-            raise Refusal(f"{runs} while {place} is changed for a time", "change it outside, around the call")
+            raise Refusal(f"{runs} while {place} is another than before the call", "change it before the call")
         (autocast, *now), (before, *then), (_, *outside) = _modes(), self._modes, self._outside
         casts = isinstance(operator, Marked) and autocast != before  # an operator runs with what it is then
         if casts or now not in (then, outside):
@@ -285,7 +285,8 @@ class Cuts:
 
 def _instead(operator: OpOverload | Marked) -> str:
     if isinstance(operator, Marked):
-        return "let it return new tensors or None, and change nothing but what it is given; or call it outside"
+        return ("let it return new tensors or None, and change nothing but what it is given; or call it outside, as an "
+                "optimizer's step that cannot be recorded")  # fmt: skip
     return "; or ".join(filter(None, [operators.remedy(operators.meaning(operator).name), COMPILED]))
 
 

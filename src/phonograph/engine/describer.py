@@ -10,7 +10,6 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 from types import FunctionType
 
 import torch
@@ -22,7 +21,7 @@ from .._torch.dynamic import Args, Kwargs, Thing
 from ..call.recurring_objects import RecurringObjects
 from ..call.signature import Call, describe
 from ..errors import Overlooked, Refusal
-from ..guards.carried_state import Carried, Carries, tensors_in
+from ..guards.carried_state import Carried, Carries
 from ..guards.followed_numbers import Following
 from ..guards.packages import Packages
 from ..guards.reachable import Reach
@@ -30,7 +29,7 @@ from ..python.gc_control import uncollected
 from ..python.identity import identity
 from ..values.keys import NoSignature
 from ..values.object_layout import layout_of
-from ..values.pytree import Opens
+from ..values.pytree import Flattener, Opens
 from ..values.pytree_paths import inside as within_label
 from ..values.pytree_paths import kinds, labels, path_to
 from ..values.wording import Naming
@@ -105,9 +104,15 @@ class Describer:
         with uncollected():
             reach = Reach([(self._name, self._function), *objects, *parameters, *classes, *met], self.heard)
         reach.packages = self.packages
-        for t in chain.from_iterable(map(tensors_in, self.carried.standing())):  # an argument, wherever else it is found
-            reach.tensors.pop(identity(t), None)
-        self.recurring.bind(filter(_among(reach.met), call.containers))
+        carried = set[int]()
+        for value in self.carried.standing():
+            flattener, leaves = Flattener(), list[object]()
+            flattener.flatten(value, leaves)
+            carried.update(map(identity, flattener.containers))
+            for leaf in leaves:  # an argument, wherever else it is found
+                reach.tensors.pop(identity(leaf), None)
+        only_there = carried - reach.shared
+        self.recurring.bind(c for c in filter(_among(reach.met), call.containers) if identity(c) not in only_there)
         self.recurring.bind([t for t in call.tensors if type(t) is torch.Tensor and _is_trained(t, reach)])
         if reach.borrowed:
             raise Refusal(f"can reach a borrowed output ({reach.borrowed[0]})", "pass it as an argument, or keep a clone",

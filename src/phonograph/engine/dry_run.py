@@ -319,11 +319,12 @@ class DryRun:
         # What is lent may not stay there; an operator's own code may do so in each replay by itself, and other threads always.
         if known is None or not alone() or terms.placement.borrow or watch.runs_python:
             return Left()
+        traced = terms.tracing is not None
         # Whether it is another tensor of the call's, nobody could say of what stands in for one.
-        carried = Carried(learns=False) if reach.mentions.asks_identity else terms.carried
+        asks = reach.mentions.asks_identity if traced else reach.mentions.keyed_by_identity or known.asks_identity
+        carried = Carried(learns=False) if asks else terms.carried
         # Whoever asks where a tensor comes from may look at one that no operator reads.
         handed_on = _memory_in(given) if not reach.mentions.asks_history else None
-        traced = terms.tracing is not None
         return left_by(found, known, carried, watch.touched, handed_on, listener.appended, reach.called, traced)
 
     def _restored(self, left: Left, listener: Listener) -> set[int]:
@@ -399,13 +400,14 @@ def _leaves_of(tree: object) -> list[object]:
 
 
 def _memory_in(tree: object) -> set[int] | None:
-    """The storages of the tensors in what a call hands on, None if there may be any."""
-    leaves: list[object] = []
+    """The storages of the tensors in what a call hands on, and the identities of the containers; None if there may be any."""
+    flattener, leaves = Flattener(), list[object]()
     try:
-        flatten(tree, leaves, Flattener())
+        flattener.flatten(tree, leaves)
     except RecursionError:
         return None
-    return {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}
+    storages = {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}
+    return storages | {*map(identity, flattener.containers)}
 
 
 def _is_plain(t: torch.Tensor) -> bool:

@@ -99,7 +99,8 @@ def _settings(request: Request, snapshot: Snapshot) -> list[Setting]:
     numbers = [(one.spot.at, one.path) for one in settings if one.number]
     if terms.following.advances(numbers, terms.concessions.baked):  # type: ignore[union-attr]
         raise Advances
-    if numbers:
+    stands = terms.carried.holders()  # others will stand there
+    if numbers or any(one.spot.at[0] in stands for one in settings):
         return []
     for one in settings:
         one.spot.put(one.old)

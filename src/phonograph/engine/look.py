@@ -13,6 +13,7 @@ import torch
 from ..call.signature import Call
 from ..capture.looking import LookingListener, LookingWatch, Seen
 from ..capture.python_events import watching_python
+from ..devices.class_indices import one_hot_checked
 from ..devices.host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, READS, host_reads_refused, of_the_host, reads_value
 from ..errors import Refusal
 from ..guards.reachable import Reach
@@ -66,6 +67,7 @@ def look_at(
             Nested(waits=True),
             watch,
             host_reads_refused(watch, *reads),
+            one_hot_checked(watch),
             watching_python(outer, watch.frames(), reach.caching, _nothing, watch, LookingListener),
         ):
             result = function(*args, **kwargs)

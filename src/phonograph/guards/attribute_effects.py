@@ -31,7 +31,7 @@ from ..python.introspection import MISSING, is_table, own_dict, table_of
 from ..values.counters import are_plain
 from ..values.host_scalars import Numeral
 from .attribute_epochs import states
-from .carried_state import CONTENTS, Carried, Carries, Place, is_filled, is_state, put, tensors_in
+from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, put, tensors_in
 
 if TYPE_CHECKING:
     from ..python.executed_code import Ran
@@ -114,9 +114,10 @@ def left_by(
     called: Callable[[object], tuple[str, bool]], traced: bool,
 ) -> Left:  # fmt: skip
     """What a call in which this code ran has left in attributes and containers, where it had `found` this; they are as before
-    now. Of some of them it is known that they are `carried`. The call has read the storages `touched`, and `handed_on` those;
-    None: any. So many values were `appended` to lists, by identity; what a list is `called`, and whether a module has it, says
-    that function. Of a call that is `traced`, code may read attributes as late as in its backward.
+    now. Of some of them it is known that they are `carried`. The call has read the storages `touched`, and `handed_on` those,
+    and containers, by identity; None: any. So many values were `appended` to lists, by identity; what a list is `called`, and
+    whether a module has it, says that function. Of a call that is `traced`, code may read attributes as late as in its
+    backward.
 
     Raises:
         Carries: others are.
@@ -125,17 +126,21 @@ def left_by(
     moved = [table for table in found.tables if not _is_as_before(table_of(table[1]), table[2])]
     given = touched | handed_on | _put_anywhere(moved, found.lists) if handed_on is not None else None
 
-    def read(t: torch.Tensor) -> bool:
-        return given is None or storage_id(t) in given
+    changed = {identity(of) for _, of, _ in moved} | {identity(of) for _, of, was in found.lists if not _is_same(was, (*of,))}
+
+    def read(value: object) -> bool:
+        tensors, holders = tensors_in(value), holders_in(value)
+        if not changed.isdisjoint(holders):
+            return True
+        return bool(tensors) if given is None else not given.isdisjoint([*map(storage_id, tensors), *holders])
 
     stood = {identity(of): old for _, of, old in found.tables} | {
         identity(of): {CONTENTS: [*was]} for _, of, was in found.lists
     }
     for place in carried.unread():  # others of its calls read what there is
         value = stood.get(identity(place.of), {}).get(place.name)
-        tensors = tensors_in(value) if is_state(value) else []
         may_be_late = traced and not is_filled(place.of) and not ran.is_torchs(place.name)
-        unknown += [place] if any(map(read, tensors)) or (may_be_late and tensors) else []
+        unknown += [place] if is_state(value) and (read(value) or (may_be_late and tensors_in(value))) else []
     for holder, of, old in moved:
         own = table_of(of)
         if own is None or [*own][: len(old)] != [*old] or (len(own) > len(old) and own is not of):
@@ -195,18 +200,22 @@ def _is_as_before(now: dict[object, object] | None, old: dict[object, object]) -
 
 
 def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
-    """The storages of the tensors that are in places in which they were not found."""
+    """The storages of the tensors, and the identities of what holds such, that are in places in which they were not found."""
     new = [b for _, of, old in tables for name, b in (table_of(of) or {}).items() if b is not old.get(name, MISSING)]
-    new += [x for _, of, was in lists for x in of if len(of) != len(was) or any(map(is_not, of, was))]
+    new += [x for _, of, was in lists for x in of if not _is_same(was, (*of,))]
+    found = [value for value in new if value is not None and is_state(value)]
     values = [x for value in new if value is not None for x in (tensors_in(value) if is_state(value) else [value])]
-    return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}
+    return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}.union(*map(holders_in, found))
+
+
+def _is_same(was: tuple[object, ...], now: tuple[object, ...]) -> bool:
+    return len(was) == len(now) and all(map(is_, was, now))
 
 
 def _is_filled_anew(was: tuple[object, ...], now: tuple[object, ...]) -> bool:
     """Whether a list holds other tensors than before, and as many, or where nothing was. (One that grows would be another in
     each call.)"""
-    others = len(was) != len(now) or any(map(is_not, was, now))
-    return others and len(was) in (0, len(now)) and is_state([*was]) and is_state([*now])
+    return not _is_same(was, now) and len(was) in (0, len(now)) and is_state([*was]) and is_state([*now])
 
 
 def _path(holder: Holder, name: object) -> str:
@@ -230,12 +239,11 @@ def _is_empty(value: object) -> bool:
 
 def _not_known(
     holder: Holder, of: object, state: Sequence[tuple[object, object, object]], carried: Carried,
-    read: Callable[[torch.Tensor], bool], late: Set[str],
+    read: Callable[[object], bool], late: Set[str],
 ) -> Iterator[Place]:  # fmt: skip
     """Those places of which it is not known that they are carried, or that what was there is read, perhaps `late`."""
     for name, old, _ in state:
-        tensors = tensors_in(old) if old is not MISSING else []
-        reads = any(map(read, tensors)) or (name in late and bool(tensors))
+        reads = read(old) or (name in late and bool(tensors_in(old)))
         if not carried.has(of, name) or (reads and not carried.reads(of, name)):
             yield Place(_path(holder, name), of, name, reads)
 

@@ -10,6 +10,8 @@ That an attribute, an item or what a list holds is such is learned in a capture,
 there, None, or tensors (perhaps in a tuple or a list), and has left others. Where no operator has read the tensors that were
 there, and the call hands none of them on (features that a hook sets, the weights of `weight_norm`), they are no argument; only
 what they looked like counts.
+
+An object that can be taken apart, a distribution say, is such a value as well: a replay leaves a new one of its class.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -27,9 +30,9 @@ from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_table, table_of
-from ..values.pytree import flatten
+from ..values.pytree import Flattener, flatten
 
-__all__ = ["CONTENTS", "Carried", "Carries", "Place", "is_filled", "is_state", "put", "tensors_in"]
+__all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_state", "put", "tensors_in"]
 
 
 CONTENTS = object()
@@ -87,6 +90,8 @@ class Carried:
         self.learns = learns
         self._known: dict[tuple[int, object], _Known] = {}
         self._learned = Counter[int]()  # how often something new, by what it was in
+        self._trees: dict[tuple[object, ...], str] = {}  # names for what is not read, with what holds it
+        self._numbers = count()
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -127,7 +132,22 @@ class Carried:
 
     def now(self) -> dict[str, Thing]:
         """What stands there, as arguments: tensors that are read; of everything else, what it is like."""
-        return {known.label: _as_argument(known) for known in self._known.values()}
+        return {known.label: self._as_argument(known) for known in self._known.values()}
+
+    def _as_argument(self, known: _Known) -> object:
+        value = _value(known)
+        if type(value) is torch.Tensor and not known.read and has_memory(value):
+            return value if _has_its_own(value) else _look(value)
+        if value is MISSING or not is_state(value):
+            return sys.intern("nothing" if value is MISSING else f"a {type(value).__name__}")
+        if value is None or known.read or any(map(_has_its_own, tensors_in(value))):
+            return value
+        leaves: Leaves = []
+        shape = flatten(value, leaves, Flattener())
+        what = (shape, *[_look(x) if isinstance(x, torch.Tensor) else f"{type(x)} {x!r}" for x in leaves])
+        if len(self._trees) >= _LOOKS:
+            self._trees.clear()
+        return self._trees.setdefault(what, f"{type(value).__name__} {next(self._numbers)}")
 
     def has(self, of: object, name: object) -> bool:
         return self._find(of, name) is not None
@@ -139,6 +159,10 @@ class Carried:
     def standing(self) -> list[object]:
         """What stands there and is an argument: tensors, and what holds them."""
         return [x for known in self._known.values() if known.read and is_state(x := _value(known)) and x is not None]
+
+    def holders(self) -> set[int]:
+        """The identities of the containers and objects that stand there."""
+        return set[int]().union(*(holders_in(x) for known in self._known.values() if is_state(x := _value(known))))
 
     def unread(self) -> list[Place]:
         """Those places of which it is not known that what stands there is read, as if it were."""
@@ -172,12 +196,15 @@ def _always(of: object) -> Callable[[], object]:
 
 _LEARNS = 8  # times that something new may be learned of one object, or dictionary
 _MANY = 256  # tensors that one place may hold
-_HOLDING = (tuple, list, dict)
+_PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
 def is_state(value: object) -> bool:
-    """Whether this may be carried: nothing yet, None, a plain tensor, or a tuple, list or dictionary of such."""
-    return value is None or value is MISSING or _is_plain(value) or (type(value) in _HOLDING and _holds_state(value))
+    """Whether this may be carried: nothing yet, None, a plain tensor, or what can be taken apart into such. Numbers and names
+    may be beside tensors."""
+    if issubclass(type(value), torch.Tensor):  # `isinstance` asks the object
+        return _is_plain(value)
+    return value is None or value is MISSING or _holds_state(value)
 
 
 def _is_plain(value: object) -> bool:
@@ -185,18 +212,29 @@ def _is_plain(value: object) -> bool:
 
 
 def _holds_state(value: object) -> bool:
-    leaves: list[object] = []
+    leaves: Leaves = []
     try:
-        flatten(value, leaves)
+        if flatten(value, leaves, Flattener()) is None or len(leaves) > _MANY:
+            return False
     except RecursionError:
         return False
-    return len(leaves) <= _MANY and all(x is None or _is_plain(x) for x in leaves)
+    others = [x for x in leaves if not _is_plain(x) and x is not None]
+    return not others or (any(map(_is_plain, leaves)) and all(type(x) in _PLAIN for x in others))
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    leaves: list[object] = []
-    flatten(value, leaves)
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+    return [x for x in _inside(value)[0] if isinstance(x, torch.Tensor)]
+
+
+def holders_in(value: object) -> set[int]:
+    """The identities of the containers and objects in this."""
+    return {*map(identity, _inside(value)[1])}
+
+
+def _inside(value: object) -> tuple[Leaves, Leaves]:
+    flattener, leaves = Flattener(), list[object]()
+    flattener.flatten(value, leaves)
+    return leaves, flattener.containers
 
 
 def _value(known: _Known) -> object:
@@ -207,18 +245,6 @@ def _value(known: _Known) -> object:
 def _is(value: Thing, other: Thing, name: object) -> bool:
     """Whether this is what stood in a place of that name: of a list, the same in it."""
     return value is other if name is not CONTENTS else [*map(identity, value)] == [*map(identity, other)]
-
-
-def _as_argument(known: _Known) -> object:
-    value = _value(known)
-    if type(value) is torch.Tensor and not known.read and has_memory(value):
-        return value if _has_its_own(value) else _look(value)
-    if value is MISSING or not is_state(value):
-        return sys.intern("nothing" if value is MISSING else f"a {type(value).__name__}")
-    if value is None or known.read or any(map(_has_its_own, tensors_in(value))):
-        return value
-    leaves: Leaves = []
-    return sys.intern(f"{flatten(value, leaves)!r} of {['' if x is None else _look(x) for x in leaves]}")
 
 
 def _has_its_own(t: torch.Tensor) -> bool:

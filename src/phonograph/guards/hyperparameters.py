@@ -60,7 +60,7 @@ from .reachable import Reach
 __all__ = ["Dial", "Dials", "Values", "probing", "reals"]
 
 _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
-                "NAdam", "RAdam", "ASGD", "Muon") if hasattr(torch.optim, name)])  # fmt: skip
+                "NAdam", "RAdam", "ASGD", "Muon", "Rprop") if hasattr(torch.optim, name)])  # fmt: skip
 _FLOATS = {float}
 _NO_NUMBER = (ArithmeticError, TypeError, ValueError)  # by what formulas raise that eager would not have come to
 _LARGEST = struct.unpack("f", b"\xff\xff\x7f\x7f")[0]  # float32: operators refuse to take a larger one
@@ -515,8 +515,7 @@ class Dials:
         self.marks = {identity(mark) for i, mark in enumerate(self._seen_last)
                       if len(self._of) + i in touched and type(mark) is float}  # fmt: skip
         self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is int}
-        baked = {of for i, of in enumerate(self._of) if i not in touched}
-        self.followed = {(identity(group), key) for i, (group, key) in enumerate(self.sources) if i not in baked}
+        self.followed = {(identity(group), key) for group, key in self.sources}
 
     def _turns(self, formula: Formula, touched: set[int]) -> bool:
         """Whether this depends on a count. What it depends on is added to what is `touched`."""

@@ -188,7 +188,7 @@ class Objects:
             if named:
                 continue
             if type(k) is torch.Tensor:
-                self.mentions.asks_identity = True  # looking it up does
+                self.mentions.asks_identity = self.mentions.keyed_by_identity = True  # looking it up does
             if not isinstance(k, torch.nn.Parameter):
                 work.append((path, k))
 
@@ -217,7 +217,7 @@ class Objects:
         self._hold(place)
         self._fixed(path, place.read())
         if torch.Tensor in map(type, place.read()):
-            self.mentions.asks_identity = True
+            self.mentions.asks_identity = self.mentions.keyed_by_identity = True
 
     def _tuple(self, path: str, values: Thing) -> None:
         self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
@@ -355,7 +355,7 @@ class Objects:
             self._object(path, thing)
             return
         if isinstance(thing, WeakIdKeyDictionary):
-            self.mentions.asks_identity = True
+            self.mentions.asks_identity = self.mentions.keyed_by_identity = True
             self._work.extend((path, key) for key in thing)
         own = own_dict(thing)
         if own is not None:

@@ -19,6 +19,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from .bytecode import all_within, looks_around, matches, names_in, slight_use_in, used_in_full
+from .introspection import asks_identity
 from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_torchs, is_users, origin
 from .read_gate import Reads
@@ -72,6 +73,8 @@ class Ran:
         self.reads_fields = any(map(_reads_fields, others))
         """Whether it may read all that a dataclass, or a parser's result, has."""
         self.matches = any(map(matches, others))
+        self.asks_identity = any(map(asks_identity, users))
+        """Whether it may ask which object it has."""
         self.packages_look_around = any(map(_looks_around_in_a_package, others))
         """Whether code of a package may read attributes that it does not name, of whatever it works with."""
 

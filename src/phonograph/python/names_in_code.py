@@ -70,6 +70,7 @@ class Mentions:
         self.looks_past = False  # whether it may look at attributes past `__getattribute__`
         self.looks_unseen = False  # whether what does so may be no code
         self.asks_identity = False  # whether code may ask which object it has
+        self.keyed_by_identity = False  # whether something is found by which object it is
         self._after: defaultdict[str, set[str]] = defaultdict(set)
         self.bare: set[str] = set()  # see `Used`
         self.spaces = False  # whether code may get at global variables otherwise than as such, by any name in code...

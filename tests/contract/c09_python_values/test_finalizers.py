@@ -150,7 +150,7 @@ class _Counting:
 
     def keeps(self, x):
         y = x * 2
-        self.seen = types.SimpleNamespace(last=y.detach())
+        self.seen = y.detach(), object()
         return y
 
     def replaces(self, x):

@@ -54,6 +54,9 @@ ON_BY = {
     "in a backward": on_by_in_a_hook,
     "under autocast": lambda x: on_by_in(torch.autocast(x.device.type, torch.bfloat16), x),
     "where an exception is caught": lambda x: on_by_caught(x),
+    "a comparison": lambda x: x * 2 if torch.equal(x.sign(), x.abs().sign()) else x - 1,
+    "one of a method's": lambda x: x * 2 if x.abs().equal(x) else x - 1,
+    "a tolerant one": lambda x: x * 2 if torch.allclose(x, x.abs(), rtol=1e-3) else x - 1,
     "a size": lambda x: torch.ones(3 + int(x.sign().sum()), device=x.device),
 }
 

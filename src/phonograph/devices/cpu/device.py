@@ -24,6 +24,7 @@ from ...memory.spans import Spans
 from ...state.rng import Rewind
 from ...values.wording import Failure
 from ..base import Captured, CapturePlan
+from ..class_indices import one_hot_checked
 from ..host_reads import ITEM, NUMBERS, READS, host_reads_refused, reads_value
 from ..slots import place_for
 from .arena import Arena
@@ -75,7 +76,7 @@ class CpuDevice:
         tape.follow(plan.dials)
         tape.give_back = self._arena.give_back
         try:
-            with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value):
+            with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value), one_hot_checked(tape):
                 result = plan.call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal

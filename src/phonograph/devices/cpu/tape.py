@@ -145,8 +145,8 @@ class Tape(OperatorWatch):
         self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
         if m.others:
             for place in changed(self._before):
-                raise Refusal(f"{source_of(m.name)}, which may be code that asks for it, is called while {place} is changed "
-                              "for a time", "change it outside, around the call")  # fmt: skip
+                raise Refusal(f"{source_of(m.name)}, which may be code that asks for it, is called while {place} is another "
+                              "than before the call", "change it before the call")  # fmt: skip
         casts = self.casts.within(m)
         self.repeated = not m.compiled
         try:
@@ -328,7 +328,7 @@ class Tape(OperatorWatch):
             self.writes(t)
         if not self._begins_again():
             said = f"{said} may raise depending on data"
-            raise self.located(Refusal(f"{said}, while {place} is changed for a time", "change it outside, around the call")
+            raise self.located(Refusal(f"{said}, while {place} is another than before the call", "change it before the call")
                                if place is not None else
                                Refusal(f"{said}, and an except or finally clause or a context manager of yours is around it",
                                        "let the exception out, and catch it around the call"))  # fmt: skip
