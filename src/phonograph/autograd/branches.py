@@ -43,7 +43,7 @@ from .._torch.dynamic import Context, Thing
 from .._torch.modes import without_modes
 from .._torch.tensors import storage_id
 from ..aten import operators
-from ..capture.control_flow import Graph, Roots
+from ..capture.control_flow import Graph, Roots, strides_of
 from ..errors import Refusal, Unseen
 from ..memory.pool import unexpanded
 from ..python.bytecode import names_in
@@ -259,7 +259,7 @@ class _Joint:
         if any(other != needs[0] for other in needs):
             raise watch.located(Refusal(
                 "returns a tensor from a branch, which requires a gradient in one body and none in another",
-                "let it require one in each: return x * 0 rather than torch.zeros_like(x)",
+                "let it require one in each: x * 0 and not torch.zeros_like(x); for a loop, torch.zeros(..., requires_grad=True)",
             ))  # fmt: skip
         if not any(needs[0]):
             return results
@@ -287,14 +287,17 @@ class _Joint:
         self._follow_writes()
         reached = set[_Entry]().union(*(graph.reached(grads) for graph in self._graphs))
         wanted = {entry: count for entry, count in self._counts.items() if entry in reached and will_run(entry.node)}
-        bodies = [partial(self._through, watch, graph, grads, wanted, keep=keeps_graph()) for graph in self._graphs]
+        lie = dict[tuple[_Entry, int], tuple[int, ...]]()
+        bodies = [partial(self._through, watch, graph, grads, wanted, lie, keep=keeps_graph()) for graph in self._graphs]
         found = iter(watch.branch(self._index, bodies, (), self._graphs) if wanted else ())
         return [next(found) if entry in wanted else None for entry in self._counts.elements()]
 
     def _through(
-        self, watch: OperatorWatch, graph: _Graph, grads: Gradients, wanted: Mapping[_Entry, int], *, keep: bool
-    ) -> list[torch.Tensor]:
-        """Run the backward of one body. Returns gradients of the entries `wanted`, of each so many."""
+        self, watch: OperatorWatch, graph: _Graph, grads: Gradients, wanted: Mapping[_Entry, int],
+        lie: dict[tuple[_Entry, int], tuple[int, ...]], *, keep: bool,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Run the backward of one body. Returns gradients of the entries `wanted`, of each so many, which `lie` so in each
+        body."""
         made, found, taken = watch.made, list[torch.Tensor](), set[int]()
         with _hooks_apart(wanted):
             arrived = graph.backward(grads, wanted.keys(), keep=keep)
@@ -303,16 +306,17 @@ class _Joint:
             if not gradients or entry in graph.absent:
                 self._check_absent(watch, entry)
             like = entry.leaf if entry.leaf is not None else gradients[0]
-            if entry.leaf is None and count > len(gradients) and not _is_dense(like):
-                raise watch.located(Refusal(
-                    f"gives a gradient {_HERE} that has gaps or is expanded, as that of a sum, and adds to it in another body",
-                    "go on with its result times one", self._where,
-                ))  # fmt: skip
+            grows = entry.leaf is None and count > len(gradients) and not _is_dense(like)  # it is dense after the sum
             gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
-            for g in gradients:
+            for i, g in enumerate(gradients):
                 own = watch.made_since(g, made) and storage_id(g) not in taken
                 strides = like.stride() if entry.leaf is not None and unexpanded(like) is like else g.stride()
                 found.append(g if own and g.stride() == strides else _copied(g, strides))
+                if grows or lie.setdefault((entry, i), strides_of(found[-1])) != strides_of(found[-1]):
+                    raise watch.located(Refusal(
+                        f"gives a gradient {_HERE} of other strides than that of another body, as that of a sum is expanded",
+                        "use the tensor times one in the bodies: (x * 1).sum()", self._where,
+                    ))  # fmt: skip
                 taken.add(storage_id(g))
         return found
 

@@ -38,7 +38,7 @@ from .effects import ANYONE, Effect, Starts
 from .python_events import pause_profiling
 from .refusals import Refusals
 
-__all__ = ["ControlFlow", "Graph", "Roots", "apart"]
+__all__ = ["ControlFlow", "Graph", "Roots", "apart", "strides_of"]
 
 aten = torch.ops.aten
 
@@ -317,9 +317,9 @@ class ControlFlow(CallMemory, Refusals):
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
         if one != two:
-            differs = next(f"{a} and {b}" for a, b in zip(one, two, strict=True) if a != b)
+            differs = next(f"{name} {a} and {b}" for name, a, b in zip(_KIND, one, two, strict=True) if a != b)
             raise self.located(Refusal(f"returns a tensor from {said}, which is another than {other}: {differs}",
-                                       "let shapes, types and strides be alike"))  # fmt: skip
+                                       "let shapes, types and strides be alike: to(), contiguous()"))  # fmt: skip
 
     def _number(self, index: torch.Tensor, n: int) -> torch.Tensor:
         """Which of `n` bodies is meant."""
@@ -420,10 +420,16 @@ def apart(
     return found
 
 
+def strides_of(t: torch.Tensor) -> tuple[int, ...]:
+    """The strides that tell where its elements lie."""
+    return tuple(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1) if t.numel() else ()
+
+
+_KIND = "shape", "dtype", "device", "strides", "is_conj()", "is_neg()", "class", "is_inference()"
+
+
 def _kind(t: torch.Tensor) -> tuple[object, ...]:
-    strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-    lie = tuple(strides) if t.numel() else (), t.is_conj(), t.is_neg()
-    return tuple(t.shape), t.dtype, t.device, *lie, type(t), t.is_inference()
+    return tuple(t.shape), t.dtype, t.device, strides_of(t), t.is_conj(), t.is_neg(), type(t), t.is_inference()
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
