@@ -259,7 +259,7 @@ class _Joint:
         if any(other != needs[0] for other in needs):
             raise watch.located(Refusal(
                 "returns a tensor from a branch, which requires a gradient in one body and none in another",
-                "let it require one in each: x * 0 and not torch.zeros_like(x); for a loop, torch.zeros(..., requires_grad=True)",
+                "let it require one in each: x * 0 and not torch.zeros_like(x); for a loop, torch.zeros(…, requires_grad=True)",
             ))  # fmt: skip
         if not any(needs[0]):
             return results
