@@ -32,6 +32,7 @@ from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
 from ..python.origin import users_line
+from ..values.wording import first_line
 from .call_memory import CallMemory
 from .digest import Digest
 from .effects import ANYONE, Effect, Starts
@@ -258,7 +259,8 @@ class ControlFlow(CallMemory, Refusals):
             raise
         except Exception as e:
             said = f"raises {type(e).__name__} in a branch or loop, which a capture runs whether it is taken or not"
-            raise self.located(Refusal(said, "let it raise outside, or not at all", failed=True)) from e
+            remedy = "let it raise outside, or not at all"
+            raise self.located(Refusal(f"{said}: {first_line(e)}", remedy, failed=True)) from e
         finally:
             pause_profiling()
             self.bodies -= 1

@@ -249,7 +249,7 @@ OTHERS = {
     "attributes": (with_attributes, lambda x: x * 2, "which has attributes"),
     "structure": (lambda x: x + 1, lambda x: (x + 1,), "something else than tensors"),
     "number": (lambda x: (x + 1, 3), lambda x: (x + 1, 4), "something else than tensors"),
-    "exception": (raises, lambda x: x * 2, "raises ValueError in a branch or loop"),
+    "exception": (raises, lambda x: x * 2, "whether it is taken or not: no"),
     "mode": (left_off, lambda x: x * 2, "changes a mode"),
     "what runs live": (lambda x: marked(x), lambda x: x * 2, "live in a branch or loop"),
     "number on the host": (lambda x: x * x.sum().item(), lambda x: x * 2, ""),
