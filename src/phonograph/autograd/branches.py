@@ -141,6 +141,9 @@ class _Graph(Graph):
         assert watch is not None
         self._made, first = watch.made, next_number()
         found = self._run(watch, body, function, operands)
+        if any(t.requires_grad and (t.is_leaf or t.retains_grad) for t in found):  # its gradient would stay in the body
+            raise watch.located(Refusal("returns a tensor from a branch, which keeps its gradient",
+                                        "call requires_grad_() or retain_grad() on the result"))  # fmt: skip
         self.ends = [get_gradient_edge(t) if t.requires_grad else None for t in found]
         nodes = [node for _, _, node in self._ways(filter(None, self.ends))]
         for node in nodes:
@@ -177,6 +180,7 @@ class _Graph(Graph):
                 stands[identity(t)] = made = Source.apply(root, t.detach(), arrived)
                 entry = self._entries[made.grad_fn] = _Entry(t.grad_fn, t.output_nr)
                 self.tensors[entry] = t
+                self._met[identity(made)] = weakref.ref(made), _history(made)
             return stands[identity(t)]
 
         with _replaced(cells, stand):
@@ -191,7 +195,7 @@ class _Graph(Graph):
         """Refuse what was there before and has another history now, or what stands for it."""
         if any((t := ref()) is not None and _history(t) != had for ref, had in self._met.values()):
             raise watch.located(Refusal(f"changes a tensor in place {_HERE}, which gets another history by that",
-                                        "return a new one, or do it under torch.no_grad()"))  # fmt: skip
+                                        "return a new one, or do it under torch.no_grad(); retain_grad() outside"))  # fmt: skip
 
     def _ways(self, ends: Iterable[GradientEdge]) -> Iterator[tuple[Node, int, Node]]:
         """The ways from these ends into each node of the graph: from which node, by its gradient of which number, to which.
@@ -269,7 +273,9 @@ class _Joint:
         for graph in self._graphs:
             graph.tensors = {}
         made = [t for t, needed in zip(results, needs[0], strict=True) if needed]
-        joined = _Joined.apply(self, made, *inputs) if inputs else [t.requires_grad_() for t in made]
+        with without_modes():
+            root = torch.empty(0, requires_grad=True)
+        joined = _Joined.apply(self, made, *inputs, root)
         self._noted = [(version_of(t), t._version) for t in joined]
         left = iter(joined)
         return [next(left) if needed else t for t, needed in zip(results, needs[0], strict=True)]
@@ -352,7 +358,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor | None) -> object:
-        return None, None, *ctx.joint.backward(grads)
+        return None, None, *ctx.joint.backward(grads), None
 
 
 def _without_history(t: torch.Tensor) -> torch.Tensor:
@@ -369,7 +375,7 @@ def _is(ref: weakref.ref[torch.Tensor] | None, t: torch.Tensor) -> bool:
 
 
 def _history(t: torch.Tensor) -> object:
-    return t.requires_grad, None if t.grad_fn is None else (made_when(t.grad_fn), t.output_nr)
+    return t.requires_grad, t.retains_grad, None if t.grad_fn is None else (made_when(t.grad_fn), t.output_nr)
 
 
 def _closures(function: Thing) -> tuple[list[tuple[CellType, object]], set[str]]:

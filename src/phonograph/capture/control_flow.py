@@ -406,7 +406,7 @@ class _Around:
         """What tensors are; the gradient of a leaf, or where autograd has another from; and the attributes that they have."""
         tensors = [t for _, t in self._tensors]
         states = states_of(tensors)
-        return [(state, t.grad if t.is_leaf else t.grad_fn, *t.__dict__, *t.__dict__.values())
+        return [(state, t.grad if t.is_leaf else t.grad_fn, t.retains_grad, *t.__dict__, *t.__dict__.values())
                 for state, t in zip(states, tensors, strict=True)]  # fmt: skip
 
 

@@ -183,7 +183,60 @@ def not_counted(by, m, x, flag):
     return mean(m, y) * (1 + n)
 
 
+def started(by, m, x, flag):
+    """A leaf has its gradient in eager, beside what is computed with it or not."""
+
+    def start(noise):
+        d = noise.requires_grad_()
+        return d, m.left(d)
+
+    d, y = by.cond(flag > 0, lambda x: start(x * 0), lambda x: start(x * 0.1), x)
+    mean(m, y + m.first(d)).backward(retain_graph=True)
+    return mean(m, y) if d.grad is None else mean(m, m.first(x + d.grad.sign()))
+
+
+def started_outside(by, m, x, flag):
+    d = by.cond(flag > 0, lambda x: x * 0, lambda x: x * 0.1, x).requires_grad_()
+    mean(m, m.left(d) + m.first(d)).backward()
+    return mean(m, m.first(x + d.grad.sign()))
+
+
+def looked_at(m, loss, *tensors):
+    loss.backward(retain_graph=True)
+    return loss * (1 + sum(t.grad.norm().detach() for t in tensors if t.retains_grad))
+
+
+def retained(by, m, x, flag):
+    def body(h):
+        y = m.left(h)
+        y.retain_grad()
+        return y
+
+    y = by.cond(flag > 0, body, lambda h: m.right(h) * 1, m.first(x))
+    return looked_at(m, mean(m, y), y)
+
+
+def retained_before(by, m, x, flag):
+    def body(h):
+        h.retain_grad()
+        return m.left(h)
+
+    h = m.first(x)
+    return looked_at(m, mean(m, by.cond(flag > 0, body, m.right, h)), h)
+
+
+def retained_outside(by, m, x, flag):
+    h = m.first(x)
+    h.retain_grad()
+    y = by.cond(flag > 0, m.left, m.right, h)
+    y.retain_grad()
+    return looked_at(m, mean(m, y), y, h)
+
+
 REFUSED = [
+    ("which keeps its gradient", started, started_outside),
+    ("which keeps its gradient", retained, retained_outside),
+    ("changes a tensor in place in a branch", retained_before, retained_outside),
     ("changes operands in a branch", counted, not_counted),
     ("gives a tensor a gradient in one body of a branch and none in another", unused_in_one, computed_within),
     ("requires a gradient in one body and none in another", no_gradient_in_one, times_nothing),
@@ -209,6 +262,16 @@ def test_c06_refused_gradients_of_branches(device, reason, loss):
 @pytest.mark.parametrize("loss", [mended for *_, mended in REFUSED], ids=lambda loss: loss.__name__)
 def test_c06_what_helps_where_they_are_refused(device, loss):
     trains(device, loss)
+
+
+def from_a_leaf_within(by, m, x, flag):
+    """It is no leaf, and gets no gradient of its own."""
+    d = by.cond(flag > 0, lambda: torch.zeros_like(x).requires_grad_() * 2, lambda: torch.ones_like(x).requires_grad_() * 2)
+    return mean(m, m.first(x + d)) * (1 if d.is_leaf else 2)
+
+
+def test_c06_a_result_from_a_leaf_within(device):
+    trains(device, from_a_leaf_within)
 
 
 def skipped(by, m, x, flag):
