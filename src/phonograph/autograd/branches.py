@@ -43,7 +43,7 @@ from .._torch.dynamic import Context, Thing
 from .._torch.modes import without_modes
 from .._torch.tensors import storage_id
 from ..aten import operators
-from ..capture.control_flow import Graph, Roots
+from ..capture.control_flow import Graph, Roots, strides_of
 from ..errors import Refusal, Unseen
 from ..memory.pool import unexpanded
 from ..python.bytecode import names_in
@@ -141,6 +141,9 @@ class _Graph(Graph):
         assert watch is not None
         self._made, first = watch.made, next_number()
         found = self._run(watch, body, function, operands)
+        if any(t.requires_grad and (t.is_leaf or t.retains_grad) for t in found):  # its gradient would stay in the body
+            raise watch.located(Refusal("returns a tensor from a branch, which keeps its gradient",
+                                        "call requires_grad_() or retain_grad() on the result"))  # fmt: skip
         self.ends = [get_gradient_edge(t) if t.requires_grad else None for t in found]
         nodes = [node for _, _, node in self._ways(filter(None, self.ends))]
         for node in nodes:
@@ -177,6 +180,7 @@ class _Graph(Graph):
                 stands[identity(t)] = made = Source.apply(root, t.detach(), arrived)
                 entry = self._entries[made.grad_fn] = _Entry(t.grad_fn, t.output_nr)
                 self.tensors[entry] = t
+                self._met[identity(made)] = weakref.ref(made), _history(made)
             return stands[identity(t)]
 
         with _replaced(cells, stand):
@@ -191,7 +195,7 @@ class _Graph(Graph):
         """Refuse what was there before and has another history now, or what stands for it."""
         if any((t := ref()) is not None and _history(t) != had for ref, had in self._met.values()):
             raise watch.located(Refusal(f"changes a tensor in place {_HERE}, which gets another history by that",
-                                        "return a new one, or do it under torch.no_grad()"))  # fmt: skip
+                                        "return a new one, or do it under torch.no_grad(); retain_grad() outside"))  # fmt: skip
 
     def _ways(self, ends: Iterable[GradientEdge]) -> Iterator[tuple[Node, int, Node]]:
         """The ways from these ends into each node of the graph: from which node, by its gradient of which number, to which.
@@ -259,7 +263,7 @@ class _Joint:
         if any(other != needs[0] for other in needs):
             raise watch.located(Refusal(
                 "returns a tensor from a branch, which requires a gradient in one body and none in another",
-                "let it require one in each: return x * 0 rather than torch.zeros_like(x)",
+                "let it require one in each: x * 0 and not torch.zeros_like(x); for a loop, torch.zeros(…, requires_grad=True)",
             ))  # fmt: skip
         if not any(needs[0]):
             return results
@@ -269,7 +273,9 @@ class _Joint:
         for graph in self._graphs:
             graph.tensors = {}
         made = [t for t, needed in zip(results, needs[0], strict=True) if needed]
-        joined = _Joined.apply(self, made, *inputs) if inputs else [t.requires_grad_() for t in made]
+        with without_modes():
+            root = torch.empty(0, requires_grad=True)
+        joined = _Joined.apply(self, made, *inputs, root)
         self._noted = [(version_of(t), t._version) for t in joined]
         left = iter(joined)
         return [next(left) if needed else t for t, needed in zip(results, needs[0], strict=True)]
@@ -287,14 +293,17 @@ class _Joint:
         self._follow_writes()
         reached = set[_Entry]().union(*(graph.reached(grads) for graph in self._graphs))
         wanted = {entry: count for entry, count in self._counts.items() if entry in reached and will_run(entry.node)}
-        bodies = [partial(self._through, watch, graph, grads, wanted, keep=keeps_graph()) for graph in self._graphs]
+        lie = dict[tuple[_Entry, int], tuple[int, ...]]()
+        bodies = [partial(self._through, watch, graph, grads, wanted, lie, keep=keeps_graph()) for graph in self._graphs]
         found = iter(watch.branch(self._index, bodies, (), self._graphs) if wanted else ())
         return [next(found) if entry in wanted else None for entry in self._counts.elements()]
 
     def _through(
-        self, watch: OperatorWatch, graph: _Graph, grads: Gradients, wanted: Mapping[_Entry, int], *, keep: bool
-    ) -> list[torch.Tensor]:
-        """Run the backward of one body. Returns gradients of the entries `wanted`, of each so many."""
+        self, watch: OperatorWatch, graph: _Graph, grads: Gradients, wanted: Mapping[_Entry, int],
+        lie: dict[tuple[_Entry, int], tuple[int, ...]], *, keep: bool,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Run the backward of one body. Returns gradients of the entries `wanted`, of each so many, which `lie` so in each
+        body."""
         made, found, taken = watch.made, list[torch.Tensor](), set[int]()
         with _hooks_apart(wanted):
             arrived = graph.backward(grads, wanted.keys(), keep=keep)
@@ -303,16 +312,17 @@ class _Joint:
             if not gradients or entry in graph.absent:
                 self._check_absent(watch, entry)
             like = entry.leaf if entry.leaf is not None else gradients[0]
-            if entry.leaf is None and count > len(gradients) and not _is_dense(like):
-                raise watch.located(Refusal(
-                    f"gives a gradient {_HERE} that has gaps or is expanded, as that of a sum, and adds to it in another body",
-                    "go on with its result times one", self._where,
-                ))  # fmt: skip
+            grows = entry.leaf is None and count > len(gradients) and not _is_dense(like)  # it is dense after the sum
             gradients += [torch.zeros_like(like).neg_() for _ in range(count - len(gradients))]
-            for g in gradients:
+            for i, g in enumerate(gradients):
                 own = watch.made_since(g, made) and storage_id(g) not in taken
                 strides = like.stride() if entry.leaf is not None and unexpanded(like) is like else g.stride()
                 found.append(g if own and g.stride() == strides else _copied(g, strides))
+                if grows or lie.setdefault((entry, i), strides_of(found[-1])) != strides_of(found[-1]):
+                    raise watch.located(Refusal(
+                        f"gives a gradient {_HERE} of other strides than that of another body, as that of a sum is expanded",
+                        "use the tensor times one in the bodies: (x * 1).sum()", self._where,
+                    ))  # fmt: skip
                 taken.add(storage_id(g))
         return found
 
@@ -348,7 +358,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor | None) -> object:
-        return None, None, *ctx.joint.backward(grads)
+        return None, None, *ctx.joint.backward(grads), None
 
 
 def _without_history(t: torch.Tensor) -> torch.Tensor:
@@ -365,7 +375,7 @@ def _is(ref: weakref.ref[torch.Tensor] | None, t: torch.Tensor) -> bool:
 
 
 def _history(t: torch.Tensor) -> object:
-    return t.requires_grad, None if t.grad_fn is None else (made_when(t.grad_fn), t.output_nr)
+    return t.requires_grad, t.retains_grad, None if t.grad_fn is None else (made_when(t.grad_fn), t.output_nr)
 
 
 def _closures(function: Thing) -> tuple[list[tuple[CellType, object]], set[str]]:

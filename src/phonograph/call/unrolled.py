@@ -85,8 +85,9 @@ class Unrolled:
             return lambda _: value
         for x in (leaves[i] for i in stacks):
             if x.dim() == 0 or len(x) != self._steps:
+                share = f"shared={name!r}" if name.isidentifier() else "let its parameter have a name, for shared="
                 raise ValueError(f"steps={self._steps}: {name} has a tensor of shape {tuple(x.shape)}, whose leading dimension "
-                                 f"is not {self._steps} (if each step gets it as it is: shared={name!r})")  # fmt: skip
+                                 f"is not {self._steps} (if each step gets it as it is: {share})")  # fmt: skip
         return lambda step: unflatten(shape, iter([x[step] if i in stacks else x for i, x in enumerate(leaves)]))
 
 

@@ -32,13 +32,14 @@ from ..guards.snapshot import changed
 from ..guards.tensor_states import states_of
 from ..memory.pool import unexpanded
 from ..python.origin import users_line
+from ..values.wording import first_line
 from .call_memory import CallMemory
 from .digest import Digest
 from .effects import ANYONE, Effect, Starts
 from .python_events import pause_profiling
 from .refusals import Refusals
 
-__all__ = ["ControlFlow", "Graph", "Roots", "apart"]
+__all__ = ["ControlFlow", "Graph", "Roots", "apart", "strides_of"]
 
 aten = torch.ops.aten
 
@@ -258,7 +259,8 @@ class ControlFlow(CallMemory, Refusals):
             raise
         except Exception as e:
             said = f"raises {type(e).__name__} in a branch or loop, which a capture runs whether it is taken or not"
-            raise self.located(Refusal(said, "let it raise outside, or not at all", failed=True)) from e
+            remedy = "let it raise outside, or not at all"
+            raise self.located(Refusal(f"{said}: {first_line(e)}", remedy, failed=True)) from e
         finally:
             pause_profiling()
             self.bodies -= 1
@@ -317,9 +319,9 @@ class ControlFlow(CallMemory, Refusals):
     def _alike(self, there: torch.Tensor, t: torch.Tensor, said: str, other: str) -> None:
         one, two = _kind(there), _kind(t)
         if one != two:
-            differs = next(f"{a} and {b}" for a, b in zip(one, two, strict=True) if a != b)
+            differs = next(f"{name} {a} and {b}" for name, a, b in zip(_KIND, one, two, strict=True) if a != b)
             raise self.located(Refusal(f"returns a tensor from {said}, which is another than {other}: {differs}",
-                                       "let shapes, types and strides be alike"))  # fmt: skip
+                                       "let shapes, types and strides be alike: to(), contiguous()"))  # fmt: skip
 
     def _number(self, index: torch.Tensor, n: int) -> torch.Tensor:
         """Which of `n` bodies is meant."""
@@ -404,7 +406,7 @@ class _Around:
         """What tensors are; the gradient of a leaf, or where autograd has another from; and the attributes that they have."""
         tensors = [t for _, t in self._tensors]
         states = states_of(tensors)
-        return [(state, t.grad if t.is_leaf else t.grad_fn, *t.__dict__, *t.__dict__.values())
+        return [(state, t.grad if t.is_leaf else t.grad_fn, t.retains_grad, *t.__dict__, *t.__dict__.values())
                 for state, t in zip(states, tensors, strict=True)]  # fmt: skip
 
 
@@ -420,10 +422,16 @@ def apart(
     return found
 
 
+def strides_of(t: torch.Tensor) -> tuple[int, ...]:
+    """The strides that tell where its elements lie."""
+    return tuple(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1) if t.numel() else ()
+
+
+_KIND = "shape", "dtype", "device", "strides", "is_conj()", "is_neg()", "class", "is_inference()"
+
+
 def _kind(t: torch.Tensor) -> tuple[object, ...]:
-    strides = [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
-    lie = tuple(strides) if t.numel() else (), t.is_conj(), t.is_neg()
-    return tuple(t.shape), t.dtype, t.device, *lie, type(t), t.is_inference()
+    return tuple(t.shape), t.dtype, t.device, strides_of(t), t.is_conj(), t.is_neg(), type(t), t.is_inference()
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

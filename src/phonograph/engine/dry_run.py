@@ -9,7 +9,6 @@ gradients that arguments have gained.
 
 from __future__ import annotations
 
-import re
 import sys
 import traceback
 from collections import defaultdict
@@ -50,7 +49,7 @@ from ..values.container_edits import Edit
 from ..values.host_scalars import without
 from ..values.pytree import Flattener, Opens, containers, flatten, unflatten
 from ..values.tensor_subclasses import storages
-from ..values.wording import MARKED, failure, innermost, naming
+from ..values.wording import MARKED, failure, first_line, innermost, naming
 from ..values.wording import operator as written
 from .call_arguments import Arguments
 from .capture_terms import Request
@@ -157,8 +156,7 @@ class DryRun:
         operator = self._watch.failed if self._watch is not None else None
         line, source, direct = innermost(e.__traceback__)
         said = naming(written(operator.name()) if operator is not None else "", source, direct=direct)
-        first = re.sub(r" (object )?at 0x[0-9a-f]+", "", str(e).strip().split("\n", 1)[0]) or type(e).__name__
-        unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first}"', _ELSEWHERE)
+        unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first_line(e)}"', _ELSEWHERE)
         reason, remedy = failure(e, said, device.failures) or unknown
         return Refusal(reason, remedy, line, final=False, failed=True, operator=operator)
 

@@ -30,6 +30,7 @@ __all__ = [
     "defined_at",
     "excerpt",
     "failure",
+    "first_line",
     "innermost",
     "locating",
     "naming",
@@ -142,6 +143,11 @@ def innermost(trace: TracebackType | None) -> tuple[str, str, bool]:
             direct = is_ours(frame.f_code.co_filename)
         trace = trace.tb_next
     return line, source, direct
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, without addresses; its class, where it says nothing."""
+    return re.sub(r" (object )?at 0x[0-9a-f]+", "", str(error).strip().split("\n", 1)[0]) or type(error).__name__
 
 
 def defined_at(function: object) -> str:

@@ -132,7 +132,27 @@ def expanded(by, m, x, flag):
 
 
 def times_one(by, m, x, flag):
-    return (by.cond(flag > 0, lambda h: h + m.left(h), lambda h: h + 1, m.first(x)) * 1).sum() / 50
+    return by.cond(flag > 0, lambda h: h * 1 + m.left(h), lambda h: h * 1 + 1, m.first(x)).sum() / 50
+
+
+def summed(by, m, x, flag):
+    return by.cond(flag > 0, torch.sum, torch.mean, m.first(x)) / 50
+
+
+def summed_times_one(by, m, x, flag):
+    return by.cond(flag > 0, lambda h: (h * 1).sum(), torch.mean, m.first(x)) / 50
+
+
+def recurrent(by, m, x, flag, **start):
+    def turn(i, h):
+        return i + 1, torch.tanh(m.left(h) + x)
+
+    state = torch.zeros((), device=x.device), torch.zeros(5, 6, device=x.device, **start)
+    return mean(m, by.while_loop(lambda i, h: i <= flag, turn, state, max_iterations=3)[1])
+
+
+def recurrent_from_what_requires_a_gradient(by, m, x, flag):
+    return recurrent(by, m, x, flag, requires_grad=True)
 
 
 def through_hooks(by, m, x, flag):
@@ -163,30 +183,95 @@ def not_counted(by, m, x, flag):
     return mean(m, y) * (1 + n)
 
 
-REFUSED = {
-    "changes operands in a branch": (counted, not_counted),
-    "gives a tensor a gradient in one body of a branch and none in another": (unused_in_one, computed_within),
-    "requires a gradient in one body and none in another": (no_gradient_in_one, times_nothing),
-    "differentiates in a branch through a tensor from before it": (in_a_list, as_an_operand),
-    "changes a tensor in place in a branch": (written, not_written),
-    "sets a hook on a tensor in a branch or loop": (hooked, hooked_outside),
-    "differentiates the gradient of a branch (create_graph)": (twice_differentiated, differentiated_within),
-    "runs a backward in a branch through a tensor from before it": (backward_elsewhere, backward_here),
-    "casts a weight in a branch and elsewhere": (cast_twice, cast_each_time),
-    "gives a gradient in a branch that has gaps or is expanded": (expanded, times_one),
-    "saves tensors through hooks in a branch": (through_hooks, without_hooks),
-}
+def started(by, m, x, flag):
+    """A leaf has its gradient in eager, beside what is computed with it or not."""
+
+    def start(noise):
+        d = noise.requires_grad_()
+        return d, m.left(d)
+
+    d, y = by.cond(flag > 0, lambda x: start(x * 0), lambda x: start(x * 0.1), x)
+    mean(m, y + m.first(d)).backward(retain_graph=True)
+    return mean(m, y) if d.grad is None else mean(m, m.first(x + d.grad.sign()))
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_c06_refused_gradients_of_branches(device, reason):
-    both = trains(device, REFUSED[reason][0], replays=0)
+def started_outside(by, m, x, flag):
+    d = by.cond(flag > 0, lambda x: x * 0, lambda x: x * 0.1, x).requires_grad_()
+    mean(m, m.left(d) + m.first(d)).backward()
+    return mean(m, m.first(x + d.grad.sign()))
+
+
+def looked_at(m, loss, *tensors):
+    loss.backward(retain_graph=True)
+    return loss * (1 + sum(t.grad.norm().detach() for t in tensors if t.retains_grad))
+
+
+def retained(by, m, x, flag):
+    def body(h):
+        y = m.left(h)
+        y.retain_grad()
+        return y
+
+    y = by.cond(flag > 0, body, lambda h: m.right(h) * 1, m.first(x))
+    return looked_at(m, mean(m, y), y)
+
+
+def retained_before(by, m, x, flag):
+    def body(h):
+        h.retain_grad()
+        return m.left(h)
+
+    h = m.first(x)
+    return looked_at(m, mean(m, by.cond(flag > 0, body, m.right, h)), h)
+
+
+def retained_outside(by, m, x, flag):
+    h = m.first(x)
+    h.retain_grad()
+    y = by.cond(flag > 0, m.left, m.right, h)
+    y.retain_grad()
+    return looked_at(m, mean(m, y), y, h)
+
+
+REFUSED = [
+    ("which keeps its gradient", started, started_outside),
+    ("which keeps its gradient", retained, retained_outside),
+    ("changes a tensor in place in a branch", retained_before, retained_outside),
+    ("changes operands in a branch", counted, not_counted),
+    ("gives a tensor a gradient in one body of a branch and none in another", unused_in_one, computed_within),
+    ("requires a gradient in one body and none in another", no_gradient_in_one, times_nothing),
+    ("requires a gradient in one body and none in another", recurrent, recurrent_from_what_requires_a_gradient),
+    ("differentiates in a branch through a tensor from before it", in_a_list, as_an_operand),
+    ("changes a tensor in place in a branch", written, not_written),
+    ("sets a hook on a tensor in a branch or loop", hooked, hooked_outside),
+    ("differentiates the gradient of a branch (create_graph)", twice_differentiated, differentiated_within),
+    ("runs a backward in a branch through a tensor from before it", backward_elsewhere, backward_here),
+    ("casts a weight in a branch and elsewhere", cast_twice, cast_each_time),
+    ("gives a gradient in a branch of other strides", expanded, times_one),
+    ("gives a gradient in a branch of other strides", summed, summed_times_one),
+    ("saves tensors through hooks in a branch", through_hooks, without_hooks),
+]
+
+
+@pytest.mark.parametrize(("reason", "loss"), [(reason, loss) for reason, loss, _ in REFUSED])
+def test_c06_refused_gradients_of_branches(device, reason, loss):
+    both = trains(device, loss, replays=0)
     assert reason in reasons(both.recorded)
 
 
-@pytest.mark.parametrize("loss", [mended for _, mended in REFUSED.values()], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [mended for *_, mended in REFUSED], ids=lambda loss: loss.__name__)
 def test_c06_what_helps_where_they_are_refused(device, loss):
     trains(device, loss)
+
+
+def from_a_leaf_within(by, m, x, flag):
+    """It is no leaf, and gets no gradient of its own."""
+    d = by.cond(flag > 0, lambda: torch.zeros_like(x).requires_grad_() * 2, lambda: torch.ones_like(x).requires_grad_() * 2)
+    return mean(m, m.first(x + d)) * (1 if d.is_leaf else 2)
+
+
+def test_c06_a_result_from_a_leaf_within(device):
+    trains(device, from_a_leaf_within)
 
 
 def skipped(by, m, x, flag):

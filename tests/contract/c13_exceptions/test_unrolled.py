@@ -55,6 +55,15 @@ def test_c13_another_leading_dimension(device, shape):
         recorded(good, inner={"y": good})
 
 
+def test_c13_another_leading_dimension_of_what_has_no_name(device):
+    """`shared` takes names of parameters."""
+    step, good = pg.record(lambda x, *others: x + others[0], steps=K), torch.ones(K, 3, device=device)
+    with pytest.raises(ValueError, match=r"argument 1 has a tensor .*as it is: let its parameter have a name, for shared=\)"):
+        step(good, good[0])
+    with pytest.raises(ValueError, match=r"shared='x'\)"):
+        step(good[0], good)
+
+
 def test_c13_results_that_cannot_be_stacked(device):
     def step(n, x):
         n.append(0)

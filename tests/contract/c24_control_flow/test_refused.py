@@ -241,15 +241,15 @@ def kept_elsewhere(x):
 
 
 OTHERS = {
-    "type": (lambda x: x + 1, lambda x: (x + 1).double(), "torch.float32 and torch.float64"),
-    "shape": (lambda x: x + 1, lambda x: x[:2] + 1, "(4,) and (2,)"),
-    "strides": (lambda x: x.view(2, 2) + 1, lambda x: (x.view(2, 2) + 1).t().contiguous().t(), "another than that of"),
-    "inference": (in_inference, lambda x: x * 2, "True and False"),
+    "type": (lambda x: x + 1, lambda x: (x + 1).double(), "dtype torch.float32 and torch.float64"),
+    "shape": (lambda x: x + 1, lambda x: x[:2] + 1, "shape (4,) and (2,)"),
+    "strides": (lambda x: x.view(2, 2) + 1, lambda x: (x.view(2, 2) + 1).t().contiguous().t(), "strides (2, 1) and (1, 2)"),
+    "inference": (in_inference, lambda x: x * 2, "is_inference() True and False"),
     "kind": (lambda x: nn.Parameter(x * 2, requires_grad=False), lambda x: x * 2, "Parameter"),
     "attributes": (with_attributes, lambda x: x * 2, "which has attributes"),
     "structure": (lambda x: x + 1, lambda x: (x + 1,), "something else than tensors"),
     "number": (lambda x: (x + 1, 3), lambda x: (x + 1, 4), "something else than tensors"),
-    "exception": (raises, lambda x: x * 2, "raises ValueError in a branch or loop"),
+    "exception": (raises, lambda x: x * 2, "whether it is taken or not: no"),
     "mode": (left_off, lambda x: x * 2, "changes a mode"),
     "what runs live": (lambda x: marked(x), lambda x: x * 2, "live in a branch or loop"),
     "number on the host": (lambda x: x * x.sum().item(), lambda x: x * 2, ""),
