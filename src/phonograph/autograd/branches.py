@@ -273,9 +273,7 @@ class _Joint:
         for graph in self._graphs:
             graph.tensors = {}
         made = [t for t, needed in zip(results, needs[0], strict=True) if needed]
-        with without_modes():
-            root = torch.empty(0, requires_grad=True)
-        joined = _Joined.apply(self, made, *inputs, root)
+        joined = _Joined.apply(self, made, *(inputs or [made[0].detach().requires_grad_()]))  # from leaves of the bodies' own
         self._noted = [(version_of(t), t._version) for t in joined]
         left = iter(joined)
         return [next(left) if needed else t for t, needed in zip(results, needs[0], strict=True)]
