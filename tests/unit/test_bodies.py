@@ -1,8 +1,9 @@
 """How branches and loops are captured on a GPU: which body is captured when, and how random numbers are counted. (No GPU is
 asked: what the driver would do is written down.)"""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,3 +193,17 @@ def test_other_streams_end_before_the_outermost_body_and_begin_again_after_it(gr
     assert (graphs.done.count("join"), graphs.done.count("fork")) == (1, 1)
     assert graphs.done.index("join") < graphs.done.index(("node", SWITCH, 2))
     assert graphs.done[-1] == "fork"
+
+
+@pytest.mark.parametrize(("lies_there", "said"), [(5, ""), (6, "does not say how"), (5 - (1 << 64), "")])
+def test_what_is_no_seed_of_the_generator_is_no_address_of_one(graphs, made, count, monkeypatch, lies_there, said):
+    """It was found among the parameters of kernels, where other words may look the same. (A seed is a number without sign.)"""
+    monkeypatch.setattr(bodies, "OnStream", lambda stream: nullcontext())
+    read = []
+    monkeypatch.setattr(bodies, "number_at", lambda *at: read.append(at) or SimpleNamespace(item=lambda: lies_there))
+    made.confirm()
+    assert not read  # nothing has drawn
+    made.choose(INDEX, [lambda: None, lambda: count.put(count.at + 4)])
+    with pytest.raises(Refusal, match=said) if said else nullcontext():
+        made.confirm()
+    assert read == [(SEED, 0)]

@@ -85,8 +85,8 @@ _ASKS = "has_torch_function"
 _ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mode", "_is_torch_function_mode_enabled")
 # What of Python's own library runs between others, and looks at none of what it hands on.
 _HARMLESS = frozenset(file for name in (
-    "abc", "collections", "_collections_abc", "contextlib", "copy", "enum", "functools", "inspect", "linecache", "logging",
-    "importlib._bootstrap", "importlib._bootstrap_external", "os", "re", "threading", "traceback", "types", "typing",
+    "abc", "collections", "_collections_abc", "contextlib", "copy", "dis", "enum", "functools", "inspect", "linecache",
+    "logging", "importlib._bootstrap", "importlib._bootstrap_external", "os", "re", "threading", "traceback", "types", "typing",
     "warnings", "weakref", "_weakrefset")
     for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
 _PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")

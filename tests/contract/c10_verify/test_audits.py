@@ -16,14 +16,6 @@ from tests.helpers import ramp
 
 
 @pytest.fixture
-def hidden():
-    """State that nothing of Python's shows: it lies in C, for each thread."""
-    with decimal.localcontext() as context:
-        context.prec = 2
-        yield context
-
-
-@pytest.fixture
 def audits(monkeypatch):
     """After how many replays there were audits, of any recording."""
     found = []

@@ -27,14 +27,6 @@ def fresh():
 
 
 @pytest.fixture
-def hidden():
-    """State that nothing of Python's shows: it lies in C, for each thread."""
-    with decimal.localcontext() as context:
-        context.prec = 2
-        yield context
-
-
-@pytest.fixture
 def found(monkeypatch):
     """What the audits have found, of any recording."""
     results = []
