@@ -28,11 +28,15 @@ _OF_ARRAY = 6  # ...whose keys have so many parts
 _SEALED = 3  # objects of a class that cannot be taken apart which may stand
 
 
+_Tensors = tuple["weakref.ref[torch.Tensor]", ...]
+"""Not their identities: a tensor that is made when another has died may have its identity."""
+
+
 class _Met(NamedTuple):
     """An object in a call, and the tensors in it."""
 
     of: weakref.ref[object]
-    tensors: tuple[int, ...]
+    tensors: _Tensors
 
 
 class RecurringObjects:
@@ -42,7 +46,7 @@ class RecurringObjects:
     def __init__(self, now: Callable[[], int] = int) -> None:
         self._now = now
         """How many calls there were."""
-        self.standing: dict[int, tuple[int, ...]] = {}
+        self.standing: dict[int, _Tensors] = {}
         self.gone = set[int]()
         self.by_attributes = set[type]()
         """Classes whose objects are taken apart by their attributes, whatever pytree says: calls have changed some."""
@@ -72,9 +76,10 @@ class RecurringObjects:
             if any(self._now() - self._since[i] < _WORTH for i in self._of(kind)):
                 self._vary(kind)
                 continue
-            met = _Met(weakref.ref(thing), _tensors(leaves[start:end]))
+            inside = leaves[start:end]
+            met = _Met(weakref.ref(thing), _tensors(inside))
             now.setdefault(kind, []).append(met)
-            if any(was.of() is thing and was.tensors == met.tensors for was in self._last.get(kind, ())):
+            if any(was.of() is thing and _are(was.tensors, inside) for was in self._last.get(kind, ())):
                 for i in self._of(kind) - {identity(leaf) for leaf in leaves}:
                     self._forget(i)
                 self._stand(thing, met.tensors)
@@ -135,7 +140,7 @@ class RecurringObjects:
                     Flattener(by_attributes=self.by_attributes).flatten(leaf, inside)
                 except RecursionError:
                     continue
-                if _tensors(inside) != was:
+                if not _are(was, inside):
                     self._vary(type(leaf))
                     found = True
         return found
@@ -144,7 +149,7 @@ class RecurringObjects:
         own = self._refs.items() if kind not in self._sealed else ()
         return {i for i, ref in own if type(ref()) is kind and i not in self._bound}
 
-    def _stand(self, thing: object, tensors: tuple[int, ...]) -> None:
+    def _stand(self, thing: object, tensors: _Tensors) -> None:
         key = identity(thing)
         self.standing[key], self._since[key] = tensors, self._now()
         weak = type(thing).__weakrefoffset__
@@ -162,5 +167,11 @@ class RecurringObjects:
             known.pop(key, None)
 
 
-def _tensors(leaves: Sequence[object]) -> tuple[int, ...]:
-    return tuple([identity(x) for x in leaves if isinstance(x, torch.Tensor)])
+def _tensors(leaves: Sequence[object]) -> _Tensors:
+    return tuple([weakref.ref(x) for x in leaves if isinstance(x, torch.Tensor)])
+
+
+def _are(refs: _Tensors, leaves: Sequence[object]) -> bool:
+    """Whether the tensors among these leaves are those."""
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    return len(refs) == len(tensors) and all(ref() is t for ref, t in zip(refs, tensors, strict=True))
