@@ -27,6 +27,7 @@ SCRIPTS = (
     "control_flow",
     "data_dependent",
     "llama_decode",
+    "decode_bits",
     "pairs",
     "gpt2_step",
     "control_flow_uses",

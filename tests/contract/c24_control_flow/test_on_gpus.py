@@ -15,6 +15,9 @@ TABLE = {
     "sort": lambda x: x.sort(dim=1, descending=True)[0] + x.cumsum(0),
     "topk": lambda x: x * x.flatten().topk(7)[0].sum(),
     "reduction": lambda x: x - x.mean(0) + x.std() + x.amax(),
+    "reduction by many blocks": lambda x: x + x.repeat(32, 32).view(-1).sum().sin(),  # which count each other in memory
+    "argmax by many blocks": lambda x: x + x.repeat(8, 4).view(1, -1).argmax(-1),
+    "row by matrix": lambda x: x + (x[:1].bfloat16() @ x.bfloat16().repeat(1, 2048)).float().view(-1, 64, 64).sum(0),
     "indices": lambda x: x.index_select(0, torch.arange(64, device=x.device) % 5).gather(1, x.argsort(1)),
     "write by indices": lambda x: x.clone().index_put_((torch.arange(64, device=x.device) // 2,), x.sum(), accumulate=False),
     "number": lambda x: x * torch.tensor(3.5, device=x.device) + torch.tensor([1.0, 2.0], device=x.device).repeat(32),
