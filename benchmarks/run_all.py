@@ -18,6 +18,7 @@ SCRIPTS = (
     "tiny_kernels",
     "host_time",
     "audits",
+    "reading_programs",
     "ppo_update",
     "digits_cpu",
     "bitwise",

@@ -652,7 +652,7 @@ class Reach(Objects):
         ran = self._ran
         if ran is None or type(value) not in LEAVES or name.startswith("__"):
             return False
-        if self._any_attribute or ran.packages_look_around or ran.reads_fields:
+        if self._any_attribute or ran.packages_look_around:
             return False
         return not (self._named_otherwise(name) or ran.names(name, of_module=True))
 

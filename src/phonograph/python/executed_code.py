@@ -28,8 +28,8 @@ __all__ = ["Ran", "is_resumed"]
 
 _NONE = frozenset[str]()
 _FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})  # by which a text may read attributes
-_FIELDS = frozenset({"__dataclass_fields__"})
-_OF_FIELDS = (dataclasses.__file__, argparse.__file__)  # where all fields of an object are read
+# Where all attributes of an object are read, or all its fields.
+_GOES_THROUGH = tuple(m.__file__ for m in (argparse, copy, copyreg, dataclasses, pickle))
 # By which code may read what a function is bound to, though it does not run.
 _REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
                        "get_objects", "get_referents", "get_referrers"})  # fmt: skip
@@ -70,8 +70,6 @@ class Ran:
         self.looks_around = around or any(map(_goes_through_objects, others))
         """Whether it may read attributes that it does not name."""
         self.reflects = not by_users.isdisjoint(_REFLECTS)
-        self.reads_fields = any(map(_reads_fields, others))
-        """Whether it may read all that a dataclass, or a parser's result, has."""
         self.matches = any(map(matches, others))
         self.asks_identity = any(map(asks_identity, users))
         """Whether it may ask which object it has."""
@@ -100,7 +98,7 @@ class Ran:
 
     def fills(self, name: str, *, of_module: bool) -> bool:
         """Whether all that it does with what has this name, an attribute or a variable, is to append to it, or to set items."""
-        if self.looks_around or self.reads_fields or (of_module and name in self._torchs):
+        if self.looks_around or self.packages_look_around or (of_module and name in self._torchs):
             return False
         return name not in self._used_in_full and name not in self._elsewhere
 
@@ -141,12 +139,7 @@ def is_resumed(code: CodeType) -> bool:
 def _goes_through_objects(code: CodeType) -> bool:
     """Whether this is code of the standard library's that goes through all attributes of an object, whoever calls it."""
     of_inspect = code.co_filename == inspect.__file__ and code.co_name.lstrip("_").startswith(("getmembers", "getattr"))
-    return of_inspect or code.co_filename in (copy.__file__, copyreg.__file__, pickle.__file__)
-
-
-def _reads_fields(code: CodeType) -> bool:
-    installed = origin(code.co_filename) == LIBRARY
-    return code.co_filename in _OF_FIELDS or not _FIELDS.isdisjoint(code.co_names) or (installed and looks_around(code))
+    return of_inspect or code.co_filename in _GOES_THROUGH
 
 
 def _looks_around_in_a_package(code: CodeType) -> bool:

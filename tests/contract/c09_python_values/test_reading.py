@@ -1,14 +1,8 @@
-"""C9: ways to read something outside, each a program of its own: `reading.txt` has their source, and `reading_unrun.txt` those
-where a method that does not run in the call says what is read, or leads to it. `reading_limits.txt` has what is not noticed.
-
-A case has a function `f` (or `get_f`, which gives it), and modules beside it. After some calls `change` changes what `f` reads:
-the next call has to give what plain PyTorch gives. Or `f` changes something itself, once in each call, as `count` tells.
+"""C9: ways to read something outside, each a program of its own (`programs`). After what it reads has changed, the next call
+has to give what plain PyTorch gives.
 """
 
-import importlib
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,66 +11,27 @@ from torch import nn
 import phonograph as pg
 from phonograph.python.introspection import own_dict
 from phonograph.testing import assert_same
+from tests.contract.c09_python_values import programs
+from tests.contract.c09_python_values.programs import GROUPS, counts, function_of
 from tests.helpers import may_run_live, ramp
 
-PACKAGE = {  # an installed one
-    "pkgx/__init__.py": "RATE = 2.0\n"
-    "class Settings:\n    def __init__(self): self.rate = 2.0\n"
-    "settings = Settings()\n"
-    "class Base:\n    rate = 2.0\n",
-    "pkgx/conf.py": "RATE = 2.0\n",
-    "pkgx/sub/__init__.py": "",
-    "pkgx/sub/deep.py": "RATE = 2.0\n",
-}
-
-
-def cases(name, begin="", end=""):
-    parts = re.split(r"^#case (.*)\n", Path(__file__).with_name(name).read_text(), flags=re.MULTILINE)[1:]
-    return {case: begin + source + end for case, source in zip(parts[::2], parts[1::2], strict=True)}
-
-
-UNRUN = """
-import contextlib, functools, operator, os, types, weakref
-from torch import nn
-"""
-CALLED = """
-if isinstance(f, nn.Module):
-    model = f
-    def f(x): return model(x)
-"""
-LIMITS = cases("reading_limits.txt", "from torch import nn\n")
-CASES = cases("reading.txt") | cases("reading_unrun.txt", UNRUN, CALLED)
+LIMITS = GROUPS["reading_limits"]
+CASES = GROUPS["reading"] | GROUPS["reading_unrun"]
 
 
 @pytest.fixture
 def load(device, tmp_path, monkeypatch, no_other_tests):
     """A function that imports a case's module, from files that are written for it; `DEVICE` is the device in it."""
-    files = {f"site-packages/{name}": text for name, text in PACKAGE.items()}
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def loaded(text):
-        source, *others = re.split(r"^#file (.*)\n", text, flags=re.MULTILINE)
-        files.update(zip(others[::2], others[1::2], strict=True))
-        files["case_of_the_test.py"] = f"import torch, sys\nDEVICE = torch.device({str(device)!r})\n{source}"
-        for name, content in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-        importlib.invalidate_caches()
-        return importlib.import_module("case_of_the_test")
-
-    yield loaded
+    yield lambda text: programs.load(text, tmp_path, device)
     for name in set(sys.modules) - before:
         found = (own_dict(sys.modules[name]) or {}).get("__file__") or ""  # a look at an attribute may load it
         if found.startswith(str(tmp_path)) or not found:
             del sys.modules[name]
-
-
-def function_of(module):
-    return module.get_f() if hasattr(module, "get_f") else module.f
 
 
 def called(recorded, f, x):
@@ -93,7 +48,7 @@ def test_c09_what_is_read_is_noticed_however_it_is_read(device, load, case):
     module = load(CASES[case])
     f = function_of(module)
     recorded, x = pg.record(f), ramp(device, 3)
-    if hasattr(module, "count"):
+    if counts(module):
         for n in range(8):
             recorded(x)
             assert module.count() == n + 1
