@@ -123,7 +123,8 @@ class Objects:
         self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
         self._called_groups: list[tuple[str, object]] = []  # what has that name elsewhere: who reads it there names it
         self._objects: list[object] = []
-        self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
+        self._slotted: dict[type, list[tuple[str, Thing]]] = {}  # classes met, and their slots
+        self._some_slots: list[tuple[str, object, set[Thing]]] = []  # objects of which only some count, and those entered so far
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
@@ -270,11 +271,24 @@ class Objects:
         kind = type(thing)
         if kind not in self._slotted:
             self._slotted[kind] = [slot for base in kind.__mro__ for slot in slots_of(base)]
-        descriptors = self._slotted[kind]
-        if descriptors:
-            place = object_attributes.slots(path, thing, descriptors)
-            self._hold(place)
-            self._fixed(path, place.read())
+        if not self._slotted[kind]:
+            return
+        if self._ran is not None and self._is_plain(kind):
+            self._some_slots.append((path, thing, set()))
+        else:
+            self._hold(object_attributes.slots(path, thing, self._slotted[kind]))
+            self._enter_slots(path, thing, set())
+
+    def _enter_slots(self, path: str, thing: object, entered: set[Thing]) -> None:
+        new = [(name, slot) for name, slot in self._slots_read(thing) if slot not in entered]
+        entered.update(slot for _, slot in new)
+        values = object_attributes.slots(path, thing, new).read()
+        self._work.extend((f"{path}.{name}", v) for (name, _), v in zip(new, values, strict=True) if type(v) not in LEAVES)
+
+    def _slots_read(self, thing: object) -> list[tuple[str, Thing]]:
+        """The slots of an object that the call may have read."""
+        read = self._names_read(thing)
+        return [(name, slot) for name, slot in self._slotted[type(thing)] if read is None or slot.__name__ in read]
 
     def _is_plain(self, kind: type) -> bool:
         """Whether it is known which attributes are read of such objects: once the call has run, because that was noted; before,

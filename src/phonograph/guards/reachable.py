@@ -62,7 +62,7 @@ from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
-from ..python.read_gate import is_gate
+from ..python.read_gate import behind_gate
 from ..python.subscripts import keys_of_variables
 from . import packages
 from .attribute_effects import Left, Put, kinds
@@ -234,6 +234,8 @@ class Reach(Objects):
                         self._visit(name, value)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
+            for path, thing, entered in self._some_slots:
+                self._enter_slots(path, thing, entered)
             for path, table, taken in self._tables:
                 keys = self._keys_read(table)
                 taking = table.keys() - taken if keys is None else (keys & table.keys()) - taken
@@ -250,6 +252,8 @@ class Reach(Objects):
         for path, thing, entered in self._opaque:
             if entered or self.mentions.looks_for_absent:
                 self._hold(object_attributes.some(path, thing, self.mentions.reads))
+        for path, thing, _ in self._some_slots:
+            self._hold(object_attributes.slots(path, thing, self._slots_read(thing)))
         for path, thing, entered in self._selected:
             self._hold_attributes(path, thing, entered)
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
@@ -605,7 +609,7 @@ class Reach(Objects):
                 self._class(base.__qualname__, base)
             for name, member in list(vars(base).items()):
                 is_called = name in called or name in UNNAMED or (name.startswith("__") and name not in _UNCALLED)
-                for f in functions_of(member) if not is_gate(member) else ():
+                for f in functions_of(behind_gate(member)):
                     if is_called or (self.mentions.looks_around and self._runs_alike(f)):
                         if self._ran is not None and isinstance(f, FunctionType) and not self._ran.has(f.__code__):
                             self._unbound.add(identity(f))
@@ -632,8 +636,9 @@ class Reach(Objects):
 
         def read() -> Reading:
             own: Thing = space
-            if not left_out.isdisjoint(own) or is_gate(own.get("__getattribute__")):
-                own = {n: v for n, v in own.items() if not (n in left_out or is_gate(v))}
+            if not left_out.isdisjoint(own) or behind_gate(own.get("__getattribute__")) is MISSING:
+                now = {n: behind_gate(v) for n, v in own.items() if n not in left_out}
+                own = {n: v for n, v in now.items() if v is not MISSING}
             return (len(own), *own, *own.values())
 
         def restore(values: Reading) -> None:

@@ -16,10 +16,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import product
 from types import CodeType, FrameType, FunctionType, ModuleType
 from weakref import WeakKeyDictionary
 
@@ -28,10 +27,11 @@ import torch
 from .._torch.dynamic import Thing
 from .._torch.dynamo import tells_of_compilation
 from .identity import identity
+from .introspection import MISSING
 from .origin import is_torchs
 from .subscripts import keys_after
 
-__all__ = ["Reads", "is_gate", "may_be_gated"]
+__all__ = ["Reads", "behind_gate", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
@@ -44,12 +44,12 @@ _ANY = object()
 _NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
 _BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
 _noting = threading.Lock()
-_gates = set[CodeType]()  # the code of what stands there for the time of a call
+_gates = dict[object, object]()  # what stands in classes for the time of a call, and what stood there
 
 
-def is_gate(member: object) -> bool:
-    """Whether a class has this only while reads are noted."""
-    return type(member) is FunctionType and member.__code__ in _gates
+def behind_gate(member: Thing) -> Thing:
+    """What a class has in the place of this while no reads are noted; `MISSING` if nothing."""
+    return _gates.get(member, member) if type(member) is FunctionType else member
 
 
 def may_be_gated(kind: Thing) -> bool:
@@ -61,8 +61,7 @@ def may_be_gated(kind: Thing) -> bool:
         return False
     if issubclass(kind, torch.nn.Module):
         return kind.__setattr__ is torch.nn.Module.__setattr__ and gated.get(torch.nn.Module, 0) < _MOST
-    others = kind.__module__.partition(".")[0] in ("torch", "phonograph")
-    return kind.__setattr__ is object.__setattr__ and not others and gated.get(kind, 0) < _MOST
+    return kind.__module__.partition(".")[0] not in ("torch", "phonograph") and gated.get(kind, 0) < _MOST
 
 
 class Reads:
@@ -104,13 +103,22 @@ class Reads:
             self.certain = False
             yield
             return
-        gates = {"__getattribute__": self._gate(), "__setattr__": self._gate_of_writes()}
-        _gates.update(gate.__code__ for gate in gates.values())
-        put = list[tuple[type, str]]()
+        put = list[tuple[type, str, Thing]]()
+
+        def begin(kind: type, name: str, gate: Thing) -> None:
+            stood = vars(kind).get(name, MISSING)
+            _gates[gate] = stood
+            type.__setattr__(kind, name, gate)
+            put.append((kind, name, gate))
 
         def end() -> None:
             while put:
-                type.__delattr__(*put.pop())
+                kind, name, gate = put.pop()
+                if (stood := _gates[gate]) is MISSING:
+                    type.__delattr__(kind, name)
+                else:
+                    type.__setattr__(kind, name, stood)
+                del _gates[gate]  # last: other threads may look at the class
 
         def compiles() -> None:
             self.certain = False
@@ -118,10 +126,10 @@ class Reads:
 
         with tells_of_compilation(compiles):
             try:
-                for kind, name in product(kinds, gates):
-                    if kind is not torch.nn.Module or name == "__getattribute__":  # whose writes say what they write
-                        type.__setattr__(kind, name, gates[name])
-                        put.append((kind, name))
+                for kind in kinds:
+                    begin(kind, "__getattribute__", self._gate())
+                    if kind is not torch.nn.Module:  # whose writes say what they write
+                        begin(kind, "__setattr__", self._gate_of_writes(kind.__setattr__))
                 gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
                 yield
             finally:
@@ -146,13 +154,14 @@ class Reads:
 
         return __getattribute__
 
-    def _gate_of_writes(self) -> Thing:
-        """(What a call sets to what it was before counts as well: a replay does not set it.)"""
-        found, put = self._names, object.__setattr__
+    def _gate_of_writes(self, put: Callable[[object, str, object], None]) -> Thing:
+        """(What a call sets to what it was before counts as well: a replay does not set it. Which attributes a class's own
+        `__setattr__` sets, nobody knows.)"""
+        found, plainly = self._names, put is object.__setattr__
 
         def __setattr__(thing: object, name: str, value: object) -> None:  # noqa: N807
             if (names := found.get(identity(thing))) is not None:
-                names.add(name)
+                names.add(name if plainly else "__dict__")
             put(thing, name, value)
 
         return __setattr__
