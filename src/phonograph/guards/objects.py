@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from enum import Enum
 from functools import cache
 from mmap import mmap
-from types import CellType, FunctionType, MappingProxyType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
 
 import torch
@@ -40,6 +40,7 @@ from ..python.introspection import MISSING, is_users_class, is_users_function, o
 from ..python.names_in_code import CYCLED, LIVE, Mentions
 from ..python.origin import is_users
 from ..python.read_gate import Reads
+from ..python.subscripts import TABLES
 from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
 from .attribute_effects import Left
@@ -128,7 +129,7 @@ class Objects:
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
-        self._keys: dict[int, set[object] | None] = {}  # those keys, or None, by the dictionaries' identities
+        self._keys: dict[int, set[Thing] | None] = {}  # those keys, or None, by the dictionaries' identities
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Reading, list[tuple[str, torch.Tensor]]] = defaultdict(
@@ -163,14 +164,15 @@ class Objects:
         self._hold(containers.dictionary_without(path, d, put) if put else containers.dictionary(path, d, watched=watched))
         self._items(path, {k: v for k, v in dict.items(d) if k not in put} if put else d)
 
-    def _keys_read(self, d: Table) -> set[object] | None:
-        """The keys that code which ran has read of a dictionary; None if it may be any."""
+    def _keys_read(self, d: object) -> set[Thing] | None:
+        """The keys that code which ran has read of a dictionary, or of a `SimpleNamespace`; None if it may be any."""
         unknown = self._reads is None or identity(d) in self.shared or self.mentions.names_globals
         return None if unknown else self._keys.get(identity(d))
 
     def _may_be_table(self, value: object, keys: Set[object] | None) -> None:
-        """A variable or an attribute has this value. If it is a dictionary, these keys are read of it there, or any."""
-        if type(value) is dict:
+        """A variable or an attribute has this value. If it is a dictionary, or a `SimpleNamespace`, these keys are read of it
+        there, or any."""
+        if type(value) in TABLES:
             known = self._keys.get(identity(value), set())
             self._keys[identity(value)] = None if keys is None or known is None else known | keys
 
@@ -314,7 +316,7 @@ class Objects:
         wanted -= entered | self._put.get(identity(thing), set())
         wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
         entered |= wanted
-        tables = self._reads.tables if self._reads is not None else {}
+        tables = self._reads.tables if self._reads is not None and self._names_read(thing) is not None else {}
         for name in wanted:
             self._may_be_table(own[name], tables.get(identity(own[name])))
         self._items(path, {n: own[n] for n in own if n in wanted})
@@ -339,7 +341,9 @@ class Objects:
 
     def _names_read(self, thing: object) -> Set[str] | None:
         """The names of the attributes that the call has read of an object; None if it is not known, or may be any."""
-        return self._reads.names(thing) if self._reads is not None else None
+        if self._reads is None:
+            return None
+        return self._keys_read(thing) if type(thing) is SimpleNamespace else self._reads.names(thing)
 
     @property
     def _any_attribute(self) -> bool:

@@ -63,7 +63,7 @@ from ..python.introspection import MISSING, functions_of, functions_with, has_at
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
 from ..python.read_gate import behind_gate
-from ..python.subscripts import keys_of_variables
+from ..python.subscripts import TABLES, keys_of_variables
 from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
@@ -178,7 +178,7 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
-        tables = any(h.contents is not None and type(h.contents.now()) is dict for h in self.holders)
+        tables = any(h.contents is not None and type(h.contents.now()) in TABLES for h in self.holders)
         noted = ran.reads is not None and any(map(ran.reads.knows, {*map(type, self._objects)}))
         narrows = self._selected or noted or tables or any(map(has_more, self.modules)) or any(self._kinds.values())
         if not (left.paths or arguments or narrows):
@@ -238,9 +238,9 @@ class Reach(Objects):
                 self._enter_slots(path, thing, entered)
             for path, table, taken in self._tables:
                 keys = self._keys_read(table)
-                taking = table.keys() - taken if keys is None else (keys & table.keys()) - taken
+                taking = dict.keys(table) - taken if keys is None else (keys & dict.keys(table)) - taken
                 taken |= taking
-                self._items(path, {k: v for k, v in table.items() if k in taking})
+                self._items(path, {k: v for k, v in dict.items(table) if k in taking})
             for path, thing, entered in self._opaque:
                 own = own_dict(thing) or {}
                 new = (own.keys() & self.mentions.reads) - entered
@@ -461,7 +461,7 @@ class Reach(Objects):
     def _variable_read(self, f: FunctionType, name: str, value: object) -> None:
         """A function has a variable of this name, with this value, some of which it may have read."""
         if self._ran is not None and self._ran.has(f.__code__):
-            self._may_be_table(value, keys_of_variables(f.__code__).get(name, frozenset()))
+            self._may_be_table(value, keys_of_variables(f.__code__, type(value)).get(name, frozenset()))
 
     def _looks_around(self, used: Used, g: dict[str, object], *, is_method: bool) -> None:
         """Whether code may read attributes that it does not name of modules."""

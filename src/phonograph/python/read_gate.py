@@ -4,8 +4,8 @@ Each read of an attribute goes through the `__getattribute__` of the object's cl
 that it has worked out, `str.format`, `copy`, C. So for the time of a call the classes of the objects in question have one that
 notes the name. No name is missed, and none is noted that was read of another object.
 
-A dictionary tells nobody what is read of it. But where an attribute holds one, the instructions after the read of the attribute
-do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
+A dictionary tells nobody what is read of it, nor does a `SimpleNamespace`. But where an attribute holds one, the instructions
+after the read of the attribute do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
 
 Other threads come through the gate as well; what they read is noted too, which does no harm. Reads that do not come through are
 few: compiled code (`torch.compile`), and `object.__getattribute__` where code calls it.
@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +29,7 @@ from .._torch.dynamo import tells_of_compilation
 from .identity import identity
 from .introspection import MISSING
 from .origin import is_torchs
-from .subscripts import keys_after
+from .subscripts import TABLES, keys_after
 
 __all__ = ["Reads", "behind_gate", "may_be_gated"]
 
@@ -72,7 +72,7 @@ class Reads:
         self._kinds = {*filter(may_be_gated, {*map(type, things)})}
         self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
         # By the identities of dictionaries, where attributes with them were read: the code, at which instruction, by what name.
-        self._read_at: dict[int, dict[tuple[int, int, str], CodeType]] = defaultdict(dict)
+        self._read_at: dict[int, dict[tuple[int, int, str], tuple[CodeType, type]]] = defaultdict(dict)
         self.certain = True
         """Whether nothing has been read past the gate."""
 
@@ -83,14 +83,14 @@ class Reads:
 
     def knows(self, kind: type) -> bool:
         """Whether reads of such objects were noted."""
-        return kind in self._kinds
+        return kind in self._kinds or kind is SimpleNamespace
 
     @cached_property
     def tables(self) -> dict[int, set[object] | None]:
         """The keys that were read of dictionaries which attributes hold, by the identities of these; None for any."""
         found: dict[int, set[object] | None] = {}
         for table, reads in self._read_at.items():
-            keys = {keys_after(code).get((at, name), _ANY) for (_, at, name), code in reads.items()}
+            keys = {keys_after(*code).get((at, name), _ANY) for (_, at, name), code in reads.items()}
             found[table] = None if _ANY in keys else keys
         return found
 
@@ -147,9 +147,9 @@ class Reads:
                 by_torch = name == "__dict__" and issubclass(type(thing), module)
                 names |= _looked_up(sys._getframe(1)) if by_torch else {name}
             value = get(thing, name)
-            if type(value) is dict and name not in _NO_TABLES:
+            if type(value) in TABLES and name not in _NO_TABLES:
                 frame = sys._getframe(1)
-                at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code
+                at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code, type(value)
             return value
 
         return __getattribute__
