@@ -128,6 +128,7 @@ class Objects:
         self._some_slots: list[tuple[str, object, set[Thing]]] = []  # objects of which only some count, and those entered so far
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._filled: list[tuple[str, object]] = []  # variables whose containers are only filled, as far as is known
         self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
         self._keys: dict[int, set[Thing] | None] = {}  # those keys, or None, by the dictionaries' identities
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
@@ -314,7 +315,8 @@ class Objects:
             read = self._names_read(thing)
             wanted = {*own} if read is None else {n for n in read & own.keys() if not self._slightly(thing, n, own[n])}
         wanted -= entered | self._put.get(identity(thing), set())
-        wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
+        module = issubclass(type(thing), torch.nn.Module)
+        wanted -= {n for n in wanted if self._is_only_filled(n, own[n], of_module=module)}
         entered |= wanted
         tables = self._reads.tables if self._reads is not None and self._names_read(thing) is not None else {}
         for name in wanted:
@@ -356,11 +358,12 @@ class Objects:
         ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
         return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
 
-    def _is_only_filled(self, thing: Any, name: str, value: Any) -> bool:
-        """Whether an attribute holds a container to which code that ran only adds, if at all: a log of each tenth step."""
+    def _is_only_filled(self, name: str, value: Any, *, of_module: bool = False) -> bool:
+        """Whether an attribute, or a variable, holds a container to which code that ran only adds, if at all: a log of each
+        tenth step."""
         if self._ran is None or type(value) not in _FILLED or identity(value) in self._put or self._named_otherwise(name):
             return False
-        return self._ran.fills(name, of_module=issubclass(type(thing), torch.nn.Module))
+        return self._ran.fills(name, of_module=of_module)
 
     def _named_otherwise(self, name: str) -> bool:
         """Whether what may read attributes of this name is not among the code that is known to have run."""

@@ -221,6 +221,9 @@ class Reach(Objects):
                 of_module = self.mentions.looks_around_unknown and self.mentions.gets_modules
                 for space, held in list(self._spaces.values()):
                     self._members(space, held, self.mentions.computes_globals or of_module)
+            filled, self._filled = self._filled, []
+            for name, value in filled:
+                self._variable_of(name, value, {name})
             left, self._unentered = self._unentered, []
             for name, value, by_name in left:
                 if (by_name and name in self.mentions.names) or self._runs_alike(value):
@@ -407,7 +410,7 @@ class Reach(Objects):
                     self._class_of(value)  # `super()`, which makes no object of it
                 elif identity(cell) not in self._variables:
                     self._variables.add(identity(cell))
-                    self._work.append((name, value))
+                    self._variable_of(name, value, {name})
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:
                 self._work.append((path, f.__dict__[inner]))
@@ -504,6 +507,8 @@ class Reach(Objects):
         """A global variable, or one of a module."""
         if issubclass(type(value), ModuleType) and name not in bare:
             self._module_of_the_user(name, value)
+        elif self._is_only_filled(name, value):
+            self._filled.append((name, value))
         else:
             self._work.append((name, value))
 
