@@ -194,8 +194,8 @@ def test_keys_of_variables():
     def f():
         return TABLE["x"] + here["x"] + sum(there.values()) + (lambda: TABLE.get("y"))()
 
-    assert keys_of_variables(f.__code__) == {"TABLE": {"x", "y"}, "here": {"x"}, "there": None, "sum": None}
-    assert set(keys_after(f.__code__).values()) == {"x"}
+    assert keys_of_variables(f.__code__, dict) == {"TABLE": {"x", "y"}, "here": {"x"}, "there": None, "sum": None}
+    assert set(keys_after(f.__code__, dict).values()) == {"x"}
 
 
 def test_a_class_that_is_not_kept():

@@ -125,7 +125,7 @@ class Objects:
         self._called_groups: list[tuple[str, object]] = []  # what has that name elsewhere: who reads it there names it
         self._objects: list[object] = []
         self._slotted: dict[type, list[tuple[str, Thing]]] = {}  # classes met, and their slots
-        self._some_slots: list[tuple[str, object, set[Thing]]] = []  # objects of which only some count, and those entered so far
+        self._some_slots: list[tuple[str, object, set[Thing]]] = []  # objects of which only some count, and those entered
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._filled: list[tuple[str, object]] = []  # variables whose containers are only filled, as far as is known

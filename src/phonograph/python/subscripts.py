@@ -1,6 +1,6 @@
 """Which key code reads of a dictionary, right where it loads that: ``config["clip"]``, ``config.get("clip", 1.0)``,
-``"clip" in config``. Which attribute it reads or sets of a `SimpleNamespace`: ``state.clip``, ``state.step += 1``. Of objects of
-these classes nobody can hear what is read of them.
+``"clip" in config``. Which attribute it reads or sets of a `SimpleNamespace`: ``state.clip``, ``state.step += 1``. Of what is
+of these classes nobody can hear what is read.
 """
 
 from __future__ import annotations
