@@ -14,7 +14,8 @@ from torch import nn
 
 from phonograph.python import read_gate
 from phonograph.python.identity import identity
-from phonograph.python.read_gate import Reads, is_gate, may_be_gated
+from phonograph.python.introspection import MISSING
+from phonograph.python.read_gate import Reads, behind_gate, may_be_gated
 from phonograph.python.subscripts import keys_after, keys_of_variables
 
 
@@ -98,6 +99,15 @@ def test_another_object_of_the_class_is_not_noted():
     assert reads.names(mine) == set()
 
 
+def test_a_class_that_sets_its_attributes_itself():
+    thing, before = Setting(), dict(vars(Setting))
+    thing.a = 1.0
+    assert noted(thing, lambda x: x._a).names(thing) == {"_a"}
+    assert noted(thing, lambda x: setattr(x, "a", 2.0)).names(thing) is None
+    assert vars(thing) == {"_a": 2.0}
+    assert vars(Setting) == before
+
+
 def test_a_module():
     net = Net()
     names = noted(net, lambda net: net(torch.ones(1, 2))).names(net)
@@ -105,7 +115,7 @@ def test_a_module():
     assert "unread" not in names
 
 
-@pytest.mark.parametrize("kind", [int, dict, list, type, Colour, Guarded, Setting, torch.Tensor, types.SimpleNamespace,
+@pytest.mark.parametrize("kind", [int, dict, list, type, Colour, Guarded, torch.Tensor, types.SimpleNamespace,
                                   torch.optim.SGD, types.ModuleType])  # fmt: skip
 def test_what_cannot_be_gated(kind):
     assert not may_be_gated(kind)
@@ -115,8 +125,8 @@ def test_classes_are_as_before_also_after_an_exception():
     before = dict(vars(Plain)), dict(vars(nn.Module))
     reads = Reads([Plain(), Net()])
     with suppress(ZeroDivisionError), reads.noting():
-        assert is_gate(vars(Plain)["__getattribute__"])
-        assert is_gate(vars(nn.Module)["__getattribute__"])
+        assert behind_gate(vars(Plain)["__getattribute__"]) is MISSING
+        assert behind_gate(vars(nn.Module)["__getattribute__"]) is MISSING
         raise ZeroDivisionError
     assert (dict(vars(Plain)), dict(vars(nn.Module))) == before
 
@@ -127,7 +137,7 @@ def test_two_at_a_time():
         thread = threading.Thread(target=_enter, args=(inner,))
         thread.start()
         thread.join()
-        assert is_gate(vars(Plain)["__getattribute__"])
+        assert behind_gate(vars(Plain)["__getattribute__"]) is MISSING
     assert outer.certain
     assert not inner.certain
     assert "__getattribute__" not in vars(Plain)
@@ -184,8 +194,8 @@ def test_keys_of_variables():
     def f():
         return TABLE["x"] + here["x"] + sum(there.values()) + (lambda: TABLE.get("y"))()
 
-    assert keys_of_variables(f.__code__) == {"TABLE": {"x", "y"}, "here": {"x"}, "there": None, "sum": None}
-    assert set(keys_after(f.__code__).values()) == {"x"}
+    assert keys_of_variables(f.__code__, dict) == {"TABLE": {"x", "y"}, "here": {"x"}, "there": None, "sum": None}
+    assert set(keys_after(f.__code__, dict).values()) == {"x"}
 
 
 def test_a_class_that_is_not_kept():

@@ -58,6 +58,7 @@ _FOLLOWED = frozenset(map(identity, ASKING.union(SETS)))  # functions of which e
 _READ = frozenset(map(identity, READS))
 _ENGINE = f"torch/autograd/graph.py:{BACKWARD}"
 _LISTS = frozenset({list, deque})  # which may be left with other values
+_SETTING = frozenset({"__setitem__", "update", "setdefault"})  # what they leave in a dictionary is found there
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})  # whose methods change what they are called on, if anything
 
 LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
@@ -136,7 +137,7 @@ class Listener:
             refusal = Refusal(effect.reason, effect.remedy, where=users_line(frame))
             self.changed.setdefault(identity(owner), []).append(refusal)
             self.appended[identity(owner)] += function.__name__ == "append"
-        elif not (effect is not None and is_table(owner) and function.__name__ == "__setitem__"):
+        elif not (effect is not None and is_table(owner) and function.__name__ in _SETTING):
             self._judge(effect, frame)
 
     def started(self, frame: FrameType) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from operator import is_, is_not
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -251,7 +252,7 @@ def _not_known(
 def _sets_plainly(kind: type) -> bool:
     """Whether to set a number or a tensor as an attribute of such an object is to put it into the object's dictionary."""
     sets: object = kind.__setattr__
-    return sets is object.__setattr__ or sets is torch.nn.Module.__setattr__
+    return sets in (object.__setattr__, torch.nn.Module.__setattr__, SimpleNamespace.__setattr__)
 
 
 def _is_tensor(value: object) -> bool:

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from enum import Enum
 from functools import cache
 from mmap import mmap
-from types import CellType, FunctionType, MappingProxyType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
 
 import torch
@@ -40,6 +40,7 @@ from ..python.introspection import MISSING, is_users_class, is_users_function, o
 from ..python.names_in_code import CYCLED, LIVE, Mentions
 from ..python.origin import is_users
 from ..python.read_gate import Reads
+from ..python.subscripts import TABLES
 from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
 from .attribute_effects import Left
@@ -123,11 +124,13 @@ class Objects:
         self._groups: set[int] = set()  # the identities of parameter groups, and of lists of them
         self._called_groups: list[tuple[str, object]] = []  # what has that name elsewhere: who reads it there names it
         self._objects: list[object] = []
-        self._slotted: dict[type, list[tuple[str, object]]] = {}  # classes met, and their slots
+        self._slotted: dict[type, list[tuple[str, Thing]]] = {}  # classes met, and their slots
+        self._some_slots: list[tuple[str, object, set[Thing]]] = []  # objects of which only some count, and those entered
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
+        self._filled: list[tuple[str, object]] = []  # variables whose containers are only filled, as far as is known
         self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
-        self._keys: dict[int, set[object] | None] = {}  # those keys, or None, by the dictionaries' identities
+        self._keys: dict[int, set[Thing] | None] = {}  # those keys, or None, by the dictionaries' identities
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
         self.made: dict[int, tuple[str, torch.Tensor]] = {}  # those that consist of others, which are among `tensors`
         self._said: dict[Reading, list[tuple[str, torch.Tensor]]] = defaultdict(
@@ -162,14 +165,15 @@ class Objects:
         self._hold(containers.dictionary_without(path, d, put) if put else containers.dictionary(path, d, watched=watched))
         self._items(path, {k: v for k, v in dict.items(d) if k not in put} if put else d)
 
-    def _keys_read(self, d: Table) -> set[object] | None:
-        """The keys that code which ran has read of a dictionary; None if it may be any."""
+    def _keys_read(self, d: object) -> set[Thing] | None:
+        """The keys that code which ran has read of a dictionary, or of a `SimpleNamespace`; None if it may be any."""
         unknown = self._reads is None or identity(d) in self.shared or self.mentions.names_globals
         return None if unknown else self._keys.get(identity(d))
 
     def _may_be_table(self, value: object, keys: Set[object] | None) -> None:
-        """A variable or an attribute has this value. If it is a dictionary, these keys are read of it there, or any."""
-        if type(value) is dict:
+        """A variable or an attribute has this value. If it is a dictionary, or a `SimpleNamespace`, these keys are read of it
+        there, or any."""
+        if type(value) in TABLES:
             known = self._keys.get(identity(value), set())
             self._keys[identity(value)] = None if keys is None or known is None else known | keys
 
@@ -270,11 +274,24 @@ class Objects:
         kind = type(thing)
         if kind not in self._slotted:
             self._slotted[kind] = [slot for base in kind.__mro__ for slot in slots_of(base)]
-        descriptors = self._slotted[kind]
-        if descriptors:
-            place = object_attributes.slots(path, thing, descriptors)
-            self._hold(place)
-            self._fixed(path, place.read())
+        if not self._slotted[kind]:
+            return
+        if self._ran is not None and self._is_plain(kind):
+            self._some_slots.append((path, thing, set()))
+        else:
+            self._hold(object_attributes.slots(path, thing, self._slotted[kind]))
+            self._enter_slots(path, thing, set())
+
+    def _enter_slots(self, path: str, thing: object, entered: set[Thing]) -> None:
+        new = [(name, slot) for name, slot in self._slots_read(thing) if slot not in entered]
+        entered.update(slot for _, slot in new)
+        values = object_attributes.slots(path, thing, new).read()
+        self._work.extend((f"{path}.{name}", v) for (name, _), v in zip(new, values, strict=True) if type(v) not in LEAVES)
+
+    def _slots_read(self, thing: object) -> list[tuple[str, Thing]]:
+        """The slots of an object that the call may have read."""
+        read = self._names_read(thing)
+        return [(name, slot) for name, slot in self._slotted[type(thing)] if read is None or slot.__name__ in read]
 
     def _is_plain(self, kind: type) -> bool:
         """Whether it is known which attributes are read of such objects: once the call has run, because that was noted; before,
@@ -298,9 +315,10 @@ class Objects:
             read = self._names_read(thing)
             wanted = {*own} if read is None else {n for n in read & own.keys() if not self._slightly(thing, n, own[n])}
         wanted -= entered | self._put.get(identity(thing), set())
-        wanted -= {n for n in wanted if self._is_only_filled(thing, n, own[n])}
+        module = issubclass(type(thing), torch.nn.Module)
+        wanted -= {n for n in wanted if self._is_only_filled(n, own[n], of_module=module)}
         entered |= wanted
-        tables = self._reads.tables if self._reads is not None else {}
+        tables = self._reads.tables if self._reads is not None and self._names_read(thing) is not None else {}
         for name in wanted:
             self._may_be_table(own[name], tables.get(identity(own[name])))
         self._items(path, {n: own[n] for n in own if n in wanted})
@@ -325,7 +343,9 @@ class Objects:
 
     def _names_read(self, thing: object) -> Set[str] | None:
         """The names of the attributes that the call has read of an object; None if it is not known, or may be any."""
-        return self._reads.names(thing) if self._reads is not None else None
+        if self._reads is None:
+            return None
+        return self._keys_read(thing) if type(thing) is SimpleNamespace else self._reads.names(thing)
 
     @property
     def _any_attribute(self) -> bool:
@@ -338,11 +358,12 @@ class Objects:
         ran, module = self._ran, issubclass(type(thing), torch.nn.Module)
         return ran is not None and ran.slightly(name, value, of_module=module) and not self._named_otherwise(name)
 
-    def _is_only_filled(self, thing: Any, name: str, value: Any) -> bool:
-        """Whether an attribute holds a container to which code that ran only adds, if at all: a log of each tenth step."""
+    def _is_only_filled(self, name: str, value: Any, *, of_module: bool = False) -> bool:
+        """Whether an attribute, or a variable, holds a container to which code that ran only adds, if at all: a log of each
+        tenth step."""
         if self._ran is None or type(value) not in _FILLED or identity(value) in self._put or self._named_otherwise(name):
             return False
-        return self._ran.fills(name, of_module=issubclass(type(thing), torch.nn.Module))
+        return self._ran.fills(name, of_module=of_module)
 
     def _named_otherwise(self, name: str) -> bool:
         """Whether what may read attributes of this name is not among the code that is known to have run."""

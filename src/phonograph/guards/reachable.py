@@ -62,8 +62,8 @@ from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
-from ..python.read_gate import is_gate
-from ..python.subscripts import keys_of_variables
+from ..python.read_gate import behind_gate
+from ..python.subscripts import TABLES, keys_of_variables
 from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
@@ -178,7 +178,7 @@ class Reach(Objects):
         if ran.reflects:
             return None
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
-        tables = any(h.contents is not None and type(h.contents.now()) is dict for h in self.holders)
+        tables = any(h.contents is not None and type(h.contents.now()) in TABLES for h in self.holders)
         noted = ran.reads is not None and any(map(ran.reads.knows, {*map(type, self._objects)}))
         narrows = self._selected or noted or tables or any(map(has_more, self.modules)) or any(self._kinds.values())
         if not (left.paths or arguments or narrows):
@@ -221,6 +221,9 @@ class Reach(Objects):
                 of_module = self.mentions.looks_around_unknown and self.mentions.gets_modules
                 for space, held in list(self._spaces.values()):
                     self._members(space, held, self.mentions.computes_globals or of_module)
+            filled, self._filled = self._filled, []
+            for name, value in filled:
+                self._variable_of(name, value, {name})
             left, self._unentered = self._unentered, []
             for name, value, by_name in left:
                 if (by_name and name in self.mentions.names) or self._runs_alike(value):
@@ -234,11 +237,13 @@ class Reach(Objects):
                         self._visit(name, value)
             for path, thing, entered in self._selected:
                 self._enter_attributes(path, thing, entered)
+            for path, thing, entered in self._some_slots:
+                self._enter_slots(path, thing, entered)
             for path, table, taken in self._tables:
                 keys = self._keys_read(table)
-                taking = table.keys() - taken if keys is None else (keys & table.keys()) - taken
+                taking = dict.keys(table) - taken if keys is None else (keys & dict.keys(table)) - taken
                 taken |= taking
-                self._items(path, {k: v for k, v in table.items() if k in taking})
+                self._items(path, {k: v for k, v in dict.items(table) if k in taking})
             for path, thing, entered in self._opaque:
                 own = own_dict(thing) or {}
                 new = (own.keys() & self.mentions.reads) - entered
@@ -250,6 +255,8 @@ class Reach(Objects):
         for path, thing, entered in self._opaque:
             if entered or self.mentions.looks_for_absent:
                 self._hold(object_attributes.some(path, thing, self.mentions.reads))
+        for path, thing, _ in self._some_slots:
+            self._hold(object_attributes.slots(path, thing, self._slots_read(thing)))
         for path, thing, entered in self._selected:
             self._hold_attributes(path, thing, entered)
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
@@ -403,7 +410,7 @@ class Reach(Objects):
                     self._class_of(value)  # `super()`, which makes no object of it
                 elif identity(cell) not in self._variables:
                     self._variables.add(identity(cell))
-                    self._work.append((name, value))
+                    self._variable_of(name, value, {name})
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:
                 self._work.append((path, f.__dict__[inner]))
@@ -457,7 +464,7 @@ class Reach(Objects):
     def _variable_read(self, f: FunctionType, name: str, value: object) -> None:
         """A function has a variable of this name, with this value, some of which it may have read."""
         if self._ran is not None and self._ran.has(f.__code__):
-            self._may_be_table(value, keys_of_variables(f.__code__).get(name, frozenset()))
+            self._may_be_table(value, keys_of_variables(f.__code__, type(value)).get(name, frozenset()))
 
     def _looks_around(self, used: Used, g: dict[str, object], *, is_method: bool) -> None:
         """Whether code may read attributes that it does not name of modules."""
@@ -500,6 +507,8 @@ class Reach(Objects):
         """A global variable, or one of a module."""
         if issubclass(type(value), ModuleType) and name not in bare:
             self._module_of_the_user(name, value)
+        elif self._is_only_filled(name, value):
+            self._filled.append((name, value))
         else:
             self._work.append((name, value))
 
@@ -605,7 +614,7 @@ class Reach(Objects):
                 self._class(base.__qualname__, base)
             for name, member in list(vars(base).items()):
                 is_called = name in called or name in UNNAMED or (name.startswith("__") and name not in _UNCALLED)
-                for f in functions_of(member) if not is_gate(member) else ():
+                for f in functions_of(behind_gate(member)):
                     if is_called or (self.mentions.looks_around and self._runs_alike(f)):
                         if self._ran is not None and isinstance(f, FunctionType) and not self._ran.has(f.__code__):
                             self._unbound.add(identity(f))
@@ -632,8 +641,9 @@ class Reach(Objects):
 
         def read() -> Reading:
             own: Thing = space
-            if not left_out.isdisjoint(own) or is_gate(own.get("__getattribute__")):
-                own = {n: v for n, v in own.items() if not (n in left_out or is_gate(v))}
+            if not left_out.isdisjoint(own) or behind_gate(own.get("__getattribute__")) is MISSING:
+                now = {n: behind_gate(v) for n, v in own.items() if n not in left_out}
+                own = {n: v for n, v in now.items() if v is not MISSING}
             return (len(own), *own, *own.values())
 
         def restore(values: Reading) -> None:

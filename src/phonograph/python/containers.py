@@ -91,7 +91,7 @@ def dictionary_without(path: str, d: dict[object, object], names: Set[object]) -
 
 
 def items(path: str, d: Table, keys: Iterable[object]) -> Holder:
-    """What a plain dictionary has under these keys, if anything."""
+    """What a dictionary has under these keys, if anything."""
     held = tuple(keys)
 
     def move(to: dict[object, object]) -> None:
@@ -101,7 +101,7 @@ def items(path: str, d: Table, keys: Iterable[object]) -> Holder:
     def named(path: str, i: int, _: Reading) -> str:
         return f"{path}.{held[i]}" if isinstance(held[i], str) else f"{path}[{key_label(held[i])}]"
 
-    return kept(path, lambda: tuple([d.get(key, MISSING) for key in held]))._replace(
+    return kept(path, lambda: tuple([dict.get(d, key, MISSING) for key in held]))._replace(
         named=named, contents=Contents(lambda: d, move), tables=lambda: [d], spot=lambda i, _: item(d, held[i]),
         inside=lambda: (d,),
     )  # fmt: skip

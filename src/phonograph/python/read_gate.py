@@ -4,8 +4,8 @@ Each read of an attribute goes through the `__getattribute__` of the object's cl
 that it has worked out, `str.format`, `copy`, C. So for the time of a call the classes of the objects in question have one that
 notes the name. No name is missed, and none is noted that was read of another object.
 
-A dictionary tells nobody what is read of it. But where an attribute holds one, the instructions after the read of the attribute
-do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
+A dictionary tells nobody what is read of it, nor does a `SimpleNamespace`. But where an attribute holds one, the instructions
+after the read of the attribute do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
 
 Other threads come through the gate as well; what they read is noted too, which does no harm. Reads that do not come through are
 few: compiled code (`torch.compile`), and `object.__getattribute__` where code calls it.
@@ -16,11 +16,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import product
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,10 +27,11 @@ import torch
 from .._torch.dynamic import Thing
 from .._torch.dynamo import tells_of_compilation
 from .identity import identity
+from .introspection import MISSING
 from .origin import is_torchs
-from .subscripts import keys_after
+from .subscripts import TABLES, keys_after
 
-__all__ = ["Reads", "is_gate", "may_be_gated"]
+__all__ = ["Reads", "behind_gate", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
@@ -44,12 +44,12 @@ _ANY = object()
 _NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
 _BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
 _noting = threading.Lock()
-_gates = set[CodeType]()  # the code of what stands there for the time of a call
+_gates = dict[object, object]()  # what stands in classes for the time of a call, and what stood there
 
 
-def is_gate(member: object) -> bool:
-    """Whether a class has this only while reads are noted."""
-    return type(member) is FunctionType and member.__code__ in _gates
+def behind_gate(member: Thing) -> Thing:
+    """What a class has in the place of this while no reads are noted; `MISSING` if nothing."""
+    return _gates.get(member, member) if type(member) is FunctionType else member
 
 
 def may_be_gated(kind: Thing) -> bool:
@@ -61,8 +61,7 @@ def may_be_gated(kind: Thing) -> bool:
         return False
     if issubclass(kind, torch.nn.Module):
         return kind.__setattr__ is torch.nn.Module.__setattr__ and gated.get(torch.nn.Module, 0) < _MOST
-    others = kind.__module__.partition(".")[0] in ("torch", "phonograph")
-    return kind.__setattr__ is object.__setattr__ and not others and gated.get(kind, 0) < _MOST
+    return kind.__module__.partition(".")[0] not in ("torch", "phonograph") and gated.get(kind, 0) < _MOST
 
 
 class Reads:
@@ -73,7 +72,7 @@ class Reads:
         self._kinds = {*filter(may_be_gated, {*map(type, things)})}
         self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
         # By the identities of dictionaries, where attributes with them were read: the code, at which instruction, by what name.
-        self._read_at: dict[int, dict[tuple[int, int, str], CodeType]] = defaultdict(dict)
+        self._read_at: dict[int, dict[tuple[int, int, str], tuple[CodeType, type]]] = defaultdict(dict)
         self.certain = True
         """Whether nothing has been read past the gate."""
 
@@ -84,14 +83,14 @@ class Reads:
 
     def knows(self, kind: type) -> bool:
         """Whether reads of such objects were noted."""
-        return kind in self._kinds
+        return kind in self._kinds or kind is SimpleNamespace
 
     @cached_property
     def tables(self) -> dict[int, set[object] | None]:
         """The keys that were read of dictionaries which attributes hold, by the identities of these; None for any."""
         found: dict[int, set[object] | None] = {}
         for table, reads in self._read_at.items():
-            keys = {keys_after(code).get((at, name), _ANY) for (_, at, name), code in reads.items()}
+            keys = {keys_after(*code).get((at, name), _ANY) for (_, at, name), code in reads.items()}
             found[table] = None if _ANY in keys else keys
         return found
 
@@ -104,13 +103,22 @@ class Reads:
             self.certain = False
             yield
             return
-        gates = {"__getattribute__": self._gate(), "__setattr__": self._gate_of_writes()}
-        _gates.update(gate.__code__ for gate in gates.values())
-        put = list[tuple[type, str]]()
+        put = list[tuple[type, str, Thing]]()
+
+        def begin(kind: type, name: str, gate: Thing) -> None:
+            stood = vars(kind).get(name, MISSING)
+            _gates[gate] = stood
+            type.__setattr__(kind, name, gate)
+            put.append((kind, name, gate))
 
         def end() -> None:
             while put:
-                type.__delattr__(*put.pop())
+                kind, name, gate = put.pop()
+                if (stood := _gates[gate]) is MISSING:
+                    type.__delattr__(kind, name)
+                else:
+                    type.__setattr__(kind, name, stood)
+                del _gates[gate]  # last: other threads may look at the class
 
         def compiles() -> None:
             self.certain = False
@@ -118,10 +126,10 @@ class Reads:
 
         with tells_of_compilation(compiles):
             try:
-                for kind, name in product(kinds, gates):
-                    if kind is not torch.nn.Module or name == "__getattribute__":  # whose writes say what they write
-                        type.__setattr__(kind, name, gates[name])
-                        put.append((kind, name))
+                for kind in kinds:
+                    begin(kind, "__getattribute__", self._gate())
+                    if kind is not torch.nn.Module:  # whose writes say what they write
+                        begin(kind, "__setattr__", self._gate_of_writes(kind.__setattr__))
                 gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
                 yield
             finally:
@@ -139,20 +147,21 @@ class Reads:
                 by_torch = name == "__dict__" and issubclass(type(thing), module)
                 names |= _looked_up(sys._getframe(1)) if by_torch else {name}
             value = get(thing, name)
-            if type(value) is dict and name not in _NO_TABLES:
+            if type(value) in TABLES and name not in _NO_TABLES:
                 frame = sys._getframe(1)
-                at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code
+                at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code, type(value)
             return value
 
         return __getattribute__
 
-    def _gate_of_writes(self) -> Thing:
-        """(What a call sets to what it was before counts as well: a replay does not set it.)"""
-        found, put = self._names, object.__setattr__
+    def _gate_of_writes(self, put: Callable[[object, str, object], None]) -> Thing:
+        """(What a call sets to what it was before counts as well: a replay does not set it. Which attributes a class's own
+        `__setattr__` sets, nobody knows.)"""
+        found, plainly = self._names, put is object.__setattr__
 
         def __setattr__(thing: object, name: str, value: object) -> None:  # noqa: N807
             if (names := found.get(identity(thing))) is not None:
-                names.add(name)
+                names.add(name if plainly else "__dict__")
             put(thing, name, value)
 
         return __setattr__

@@ -1,0 +1,174 @@
+"""C9: objects of which Python does not say what is read of them, or that set their attributes themselves, count, log and grow
+beside what a step reads: nothing is recorded anew, and what it does read, or sets, is noticed."""
+
+import textwrap
+
+import pytest
+
+import phonograph as pg
+from phonograph.testing import assert_same
+from tests.contract.c09_python_values.test_beside_what_is_read import STEPS, trainer
+from tests.helpers import ramp
+
+CLASSES = """
+class Slots:
+    __slots__ = ("factor", "done", "log", "mode")
+    def __init__(self): self.factor, self.done, self.log, self.mode = 2.0, 0, [], "idle"
+@dataclasses.dataclass(slots=True)
+class Fields:
+    factor: float = 2.0
+    done: int = 0
+    log: list = dataclasses.field(default_factory=list)
+    mode: str = "idle"
+class Setting:
+    def __init__(self): self.factor, self.done, self.log, self.mode = 2.0, 0, [], "idle"
+    def __setattr__(self, name, value): super().__setattr__(name, value)
+"""
+NAMED = "factor=2.0, done=0, log=[], mode='idle'"
+
+# How it is made, and how an entry of it is written.
+KINDS = {
+    "a namespace": (f"types.SimpleNamespace({NAMED})", "config.{}"),
+    "slots": ("Slots()", "config.{}"),
+    "a dataclass in slots": ("Fields()", "config.{}"),
+    "a class that sets": ("Setting()", "config.{}"),
+    "an ordered dictionary": (f"collections.OrderedDict({NAMED})", "config['{}']"),
+    "a dictionary with a default": (f"collections.defaultdict(int, {NAMED})", "config['{}']"),
+}
+PLACES = ("attribute", "global")
+
+
+def made(device, kind, where, step, *, between="pass", change="pass"):
+    """Two equal trainers whose `config` is of some kind, and lies somewhere."""
+    how, entry = KINDS[kind]
+    name = "self.config" if where == "attribute" else "CONFIG"
+    lines = [step, between, change]
+    for key in ("factor", "done", "log", "mode"):
+        lines = [line.replace(f"<{key}>", entry.format(key)) for line in lines]
+    step, between, change = (line.replace("<all>", "config").replace("config", name) for line in lines)
+    source = textwrap.dedent(f"""
+        class Trainer(Base):
+            def __init__(self): super().__init__(); {f"self.config = {how}" if where == "attribute" else "pass"}
+            def step(self, x): {step}
+            def between(self, n): {between}
+            def change(self): {change}
+            def now(self): return {entry.format("mode").replace("config", name)}
+    """)
+    source = CLASSES + ("" if where == "attribute" else f"CONFIG = {how}\n") + source
+    return trainer(source, device), trainer(source, device), ramp(device, 2, 3)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_c09_growth_beside_what_is_read(device, kind, where):
+    mine, plain, x = made(device, kind, where, "return self.update(x, <factor>)",
+                          between="<done> += 1; <log>.append(n)", change="<factor> = 3.0")  # fmt: skip
+    step = pg.record(mine.step)
+    for n in range(STEPS):
+        assert_same(step(x), plain.step(x))
+        mine.between(n)
+        plain.between(n)
+    assert pg.stats(step).recorded == 1, pg.explain(step)
+    mine.change()
+    plain.change()
+    for _ in range(2):
+        assert_same(step(x), plain.step(x))
+
+
+# Reads of such an object that are more than that of one entry, or are of one that nothing else names.
+IN_FULL = {
+    "a namespace": ("sum(vars(<all>)[k] for k in ['done'])", "getattr(<all>, 'do' + 'ne')", "(lambda c: c.done)(<all>)",
+                    "float(<all> == types.SimpleNamespace(factor=2.0, done=0, log=[], mode='idle'))"),
+    "slots": ("getattr(<all>, 'do' + 'ne')", "operator.attrgetter('done')(<all>)", "(lambda c: c.done)(<all>)"),
+    "a dataclass in slots": ("dataclasses.asdict(<all>)['done']", "float(<all> == Fields())"),
+    "a class that sets": ("getattr(<all>, 'do' + 'ne')", "vars(<all>)['done']"),
+    "an ordered dictionary": ("sum(v for k, v in <all>.items() if k == 'done')", "(lambda c: c['done'])(<all>)"),
+    "a dictionary with a default": ("<all>['do' + 'ne']", "<all>.get('done', 1.0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "read"), [(kind, read) for kind, reads in IN_FULL.items() for read in reads])
+def test_c09_what_is_read_in_other_ways_is_noticed(device, kind, read):
+    mine, plain, x = made(device, kind, "attribute", f"return self.update(x, <factor> + {read})", change="<done> = 5")
+    step = pg.record(mine.step)
+    for _ in range(6):
+        assert_same(step(x), plain.step(x))
+    assert pg.stats(step).replayed >= 3, pg.explain(step)
+    mine.change()
+    plain.change()
+    for _ in range(2):
+        assert_same(step(x), plain.step(x))
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_c09_what_is_set_to_what_it_was(device, kind, where):
+    """A replay does not set it: it has to be what it was."""
+    mine, _, x = made(device, kind, where, "<mode> = 'idle'; return self.update(x)", change="<mode> = 'busy'")
+    step = pg.record(mine.step)
+    for _ in range(6):
+        step(x)
+    assert pg.stats(step).replayed >= 3, pg.explain(step)
+    for _ in range(3):
+        mine.change()
+        step(x)
+        assert mine.now() == "idle"
+
+
+@pytest.mark.parametrize("past", ["vars(self)", "self.__dict__", "vars(copy.copy(self))"])
+def test_c09_a_dictionary_among_all_attributes(device, past):
+    """A key of it is read by the name of the attribute, and another one past that."""
+    source = f"""
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.config = {{"factor": 2.0, "other": 1.0}}
+            def step(self, x): return self.update(x, self.config["factor"] * {past}["config"]["other"])
+            def change(self): self.config["other"] = 3.0
+    """
+    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
+    step = pg.record(mine.step)
+    for _ in range(6):
+        assert_same(step(x), plain.step(x))
+    assert pg.stats(step).replayed >= 3, pg.explain(step)
+    mine.change()
+    plain.change()
+    assert_same(step(x), plain.step(x))
+
+
+def test_c09_a_log_of_a_closure_every_third_step(device):
+    source = """
+        def made():
+            done, losses = 0, []
+            class Trainer(Base):
+                def step(self, x):
+                    nonlocal done
+                    loss = self.update(x)
+                    if done % 3 == 0: losses.append(loss)
+                    done += 1
+                    return loss
+                def now(self): return done, losses
+            return Trainer
+        Trainer = made()
+    """
+    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
+    step = pg.record(mine.step)
+    for _ in range(STEPS):
+        assert_same(step(x), plain.step(x))
+        assert_same(mine.now(), plain.now())
+    assert pg.stats(step).recorded == 2, pg.explain(step)
+
+
+def test_c09_an_update_of_a_dictionary(device):
+    source = """
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.metrics = {}
+            def step(self, x):
+                loss = self.update(x)
+                self.metrics.update(loss=loss, twice=loss * 2)
+                return loss
+    """
+    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
+    step = pg.record(mine.step)
+    for _ in range(8):
+        assert_same(step(x), plain.step(x))
+        assert_same(mine.metrics, plain.metrics)
+    assert pg.stats(step).recorded == 1, pg.explain(step)
