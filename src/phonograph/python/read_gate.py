@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
@@ -154,7 +154,7 @@ class Reads:
 
         return __getattribute__
 
-    def _gate_of_writes(self, put: Callable[[object, str, object], None]) -> Thing:
+    def _gate_of_writes(self, put: Thing) -> Thing:
         """(What a call sets to what it was before counts as well: a replay does not set it. Which attributes a class's own
         `__setattr__` sets, nobody knows.)"""
         found, plainly = self._names, put is object.__setattr__
