@@ -345,22 +345,26 @@ _ANY_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR", "LOAD_DEREF", 
 _LOADS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")
 
 
+_LASTING = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"})
+
+
 def _is_filled(every: Instructions, heard: Instructions, n: int) -> bool:
     """Whether all that is done with what the n-th instruction that is `heard`, of `every` one, loads is to append to it, or to
-    what it holds, or to set an item, but to a constant: that may be what was there, and nobody would see that it was set."""
+    what it holds, or to set an item, but to a constant or what is kept elsewhere: that may be what was there, and nobody would
+    see that it was set."""
     if not heard[n].opname.startswith("LOAD_") or heard[n].opname in ("LOAD_METHOD", "LOAD_SUPER_ATTR"):
         return False
     first = n
     while first and heard[first].opname == "LOAD_ATTR":
         first -= 1
-    constant = first > 0 and heard[first - 1].opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+    lasting = first > 0 and heard[first - 1].opname in _LASTING
     while True:
         after = heard[n + 1 : n + 2]
         if after and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval == "append":
             return len(_arguments([i for i in every if i.offset > after[0].offset]) or ()) == 1
         n = _after_a_key(heard, n + 1)
         if heard[n : n + 1] and heard[n].opname == "STORE_SUBSCR":
-            return not constant
+            return not lasting
         if not (heard[n : n + 1] and (heard[n].opname == "BINARY_SUBSCR" or heard[n].argrepr == "[]")):
             return False
 

@@ -11,6 +11,7 @@ from tests.contract.c09_python_values.test_beside_what_is_read import STEPS, tra
 from tests.helpers import ramp
 
 CLASSES = """
+IDLE = "idle"
 class Slots:
     __slots__ = ("factor", "done", "log", "mode")
     def __init__(self): self.factor, self.done, self.log, self.mode = 2.0, 0, [], "idle"
@@ -102,9 +103,10 @@ def test_c09_what_is_read_in_other_ways_is_noticed(device, kind, read):
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_c09_what_is_set_to_what_it_was(device, kind, where):
+@pytest.mark.parametrize("value", ["'idle'", "IDLE", "Slots().mode"])
+def test_c09_what_is_set_to_what_it_was(device, kind, where, value):
     """A replay does not set it: it has to be what it was."""
-    mine, _, x = made(device, kind, where, "<mode> = 'idle'; return self.update(x)", change="<mode> = 'busy'")
+    mine, _, x = made(device, kind, where, f"<mode> = {value}; return self.update(x)", change="<mode> = 'busy'")
     step = pg.record(mine.step)
     for _ in range(6):
         step(x)

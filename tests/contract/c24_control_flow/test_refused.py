@@ -226,10 +226,11 @@ def marked(x):
 
 
 def keeps_it():
-    kept = {}
+    kept = set()
 
     def f(x):
-        return kept.setdefault("x", x * 2) + 1
+        kept.add(len(kept))
+        return x + 1
 
     return f
 
