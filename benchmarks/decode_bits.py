@@ -27,7 +27,7 @@ import phonograph as pg
 from workloads import llama_decoding, llama_model
 
 CLAIM, PROMPT = "decode_bits", 16
-TARGET = "in one launch, step by step and live: the same bits in each layer after each token, whatever cuBLAS's workspace"
+TARGET = "in one launch, step by step and live: the same bits in each layer after each token, with cuBLAS's workspace as it is"
 SETTINGS = {"torch's own": "", ":4096:8": ":4096:8", ":16:8": ":16:8"}
 LIVE, AGAIN, STREAM, HAND = "live", "live again", "live on another stream", "captured by hand"
 STEPS, ONE, LATER = "step by step", "one launch", "one launch again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -36,6 +37,19 @@ def test_benchmark_runs_and_ours_is_played(script: str, tmp_path: Path) -> None:
     rows = json.loads(written.read_text())["rows"]
     failed = [row for row in rows if row["error"]]
     assert not failed, failed
+
+
+def test_where_decodes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    compare = importlib.import_module("decode_bits").compare
+    one = {name: torch.ones(4, 3, dtype=torch.bfloat16) for name in ("layer 0", "layer 1", "logits")}
+    two = {name: log.clone() for name, log in one.items()}
+    assert compare(one, two) == {"equal": True}
+    two["layer 1"][2, 1] = two["logits"][2, 1] = 1.5
+    two["layer 0"][3, 0] = 2.0
+    assert compare(one, two) == {
+        "equal": False, "first token": 2, "first layer": "layer 1", "of logits": 0.5, "other tokens chosen": 1
+    }  # fmt: skip
 
 
 @pytest.mark.slow

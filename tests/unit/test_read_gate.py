@@ -108,6 +108,15 @@ def test_a_class_that_sets_its_attributes_itself():
     assert vars(Setting) == before
 
 
+def test_writes_of_classes_that_derive_from_each_other():
+    things = Plain(), Derived()
+    reads = Reads(things)
+    with reads.noting():
+        for thing in things:
+            thing.b = 3.0
+    assert [reads.names(thing) for thing in things] == [{"b"}, {"b"}]
+
+
 def test_a_module():
     net = Net()
     names = noted(net, lambda net: net(torch.ones(1, 2))).names(net)

@@ -32,6 +32,7 @@ from .._torch.process_groups import sharding_of
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
 from ..memory.loans import Borrowed
 from ..python import containers, memory_contents, object_attributes
+from ..python.bytecode import ANY_KEY
 from ..python.containers import item
 from ..python.executed_code import Ran
 from ..python.holders import Holder, Spot, kept, key_label
@@ -129,6 +130,7 @@ class Objects:
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._filled: list[tuple[str, object]] = []  # variables whose containers are only filled, as far as is known
+        self._set_items: dict[int, tuple[str, Table, Set[object]]] = {}  # such ones, by identity: keys of items that are set
         self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
         self._keys: dict[int, set[Thing] | None] = {}  # those keys, or None, by the dictionaries' identities
         self._opaque: list[tuple[str, object, set[str]]] = []  # objects of others, likewise
@@ -316,8 +318,11 @@ class Objects:
             wanted = {*own} if read is None else {n for n in read & own.keys() if not self._slightly(thing, n, own[n])}
         wanted -= entered | self._put.get(identity(thing), set())
         module = issubclass(type(thing), torch.nn.Module)
-        wanted -= {n for n in wanted if self._is_only_filled(n, own[n], of_module=module)}
+        filled = {n for n in wanted if self._is_only_filled(n, own[n], of_module=module)}
+        wanted -= filled
         entered |= wanted
+        for name in filled:
+            self._fills(f"{path}.{name}", name, own[name])
         tables = self._reads.tables if self._reads is not None and self._names_read(thing) is not None else {}
         for name in wanted:
             self._may_be_table(own[name], tables.get(identity(own[name])))
@@ -363,7 +368,22 @@ class Objects:
         tenth step."""
         if self._ran is None or type(value) not in _FILLED or identity(value) in self._put or self._named_otherwise(name):
             return False
+        if not isinstance(value, dict) and self._ran.items_set(name) and not all(isinstance(v, torch.Tensor) for v in value):
+            return False  # such an item may be set to what it is
         return self._ran.fills(name, of_module=of_module)
+
+    def _fills(self, path: str, name: str, value: object) -> None:
+        """Code only fills a container. A replay does not set an item to what it is: such ones have to be what they were."""
+        keys = self._ran.items_set(name) if self._ran is not None else None
+        if keys and isinstance(value, dict):
+            self._set_items[identity(value)] = (path, value, keys)
+
+    def _hold_items_set(self) -> None:
+        """(A tensor that the call makes is another than that which is there.)"""
+        for path, d, keys in self._set_items.values():
+            there = [(k, v) for k, v in dict.items(d) if ANY_KEY in keys or k in keys]
+            made = {k for k, v in there if isinstance(v, torch.Tensor) and identity(v) not in self.tensors}
+            self._hold(containers.items(path, d, [k for k, v in there if k not in made and type(v) not in _FILLED]))
 
     def _named_otherwise(self, name: str) -> bool:
         """Whether what may read attributes of this name is not among the code that is known to have run."""

@@ -261,6 +261,7 @@ class Reach(Objects):
             self._hold_attributes(path, thing, entered)
             if some := [n for n, value in (own_dict(thing) or {}).items() if self._slightly(thing, n, value)]:
                 self._hold(kinds(path, thing, some))
+        self._hold_items_set()
         for path, kind in self._class_places:
             self._hold_class(path, kind)
         for path, table, _ in self._tables:
@@ -509,6 +510,7 @@ class Reach(Objects):
             self._module_of_the_user(name, value)
         elif self._is_only_filled(name, value):
             self._filled.append((name, value))
+            self._fills(name, name, value)
         else:
             self._work.append((name, value))
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import dis
 import re
 import sys
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from types import CodeType
 from typing import NamedTuple
 
 from .code_cache import of_code
 
-__all__ = ["LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "has_instruction", "looks_around",
-           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "words_in",
-           "words_of"]  # fmt: skip
+__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "has_instruction",
+           "items_set", "looks_around", "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in",
+           "used_in_full", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -329,7 +329,7 @@ def slight_use_in(code: CodeType) -> Slight:
 def used_in_full(code: CodeType) -> frozenset[str]:
     """The names of attributes and variables with which code, or a function that it defines, does anything else than to fill
     what they hold: to append to it (``x.losses.append(y)``), or to what it holds (``logs["loss"].append(y)``), or set
-    an item."""
+    an item (`items_set`)."""
     found = set(_tuples_and_words(code))
     for inner in all_within(code):
         every = [*dis.get_instructions(inner)]
@@ -345,28 +345,48 @@ _ANY_VARIABLE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR", "LOAD_DEREF", 
 _LOADS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")
 
 
-_LASTING = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"})
-
-
 def _is_filled(every: Instructions, heard: Instructions, n: int) -> bool:
     """Whether all that is done with what the n-th instruction that is `heard`, of `every` one, loads is to append to it, or to
-    what it holds, or to set an item, but to a constant or what is kept elsewhere: that may be what was there, and nobody would
-    see that it was set."""
-    if not heard[n].opname.startswith("LOAD_") or heard[n].opname in ("LOAD_METHOD", "LOAD_SUPER_ATTR"):
+    what it holds, or to set an item."""
+    if _item_set(heard, n):
+        return True
+    if not _may_be_filled(heard[n]):
         return False
-    first = n
-    while first and heard[first].opname == "LOAD_ATTR":
-        first -= 1
-    lasting = first > 0 and heard[first - 1].opname in _LASTING
     while True:
         after = heard[n + 1 : n + 2]
         if after and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval == "append":
             return len(_arguments([i for i in every if i.offset > after[0].offset]) or ()) == 1
         n = _after_a_key(heard, n + 1)
-        if heard[n : n + 1] and heard[n].opname == "STORE_SUBSCR":
-            return not lasting
         if not (heard[n : n + 1] and (heard[n].opname == "BINARY_SUBSCR" or heard[n].argrepr == "[]")):
             return False
+
+
+def _may_be_filled(i: dis.Instruction) -> bool:
+    return i.opname.startswith("LOAD_") and i.opname not in ("LOAD_METHOD", "LOAD_SUPER_ATTR")
+
+
+ANY_KEY = object()
+
+
+@of_code
+def items_set(code: CodeType) -> Mapping[str, frozenset[object]]:
+    """The keys of items that code, or a function that it defines, sets of what attributes and variables hold, by the names of
+    these. `ANY_KEY` is among them for a key that is no constant."""
+    found: dict[str, set[object]] = {}
+    for inner in all_within(code):
+        heard = [i for i in dis.get_instructions(inner) if i.opname not in _SILENT]
+        for n, i in enumerate(heard):
+            if i.opname.startswith((*_ATTRIBUTES, *_ANY_VARIABLE)) and (key := _item_set(heard, n)):
+                found.setdefault(i.argval, set()).update(key)
+    return {name: frozenset(keys) for name, keys in found.items()}
+
+
+def _item_set(heard: Instructions, n: int) -> tuple[object, ...]:
+    """The key of the item that is set of what the n-th of these instructions loads; empty if anything else is done with it."""
+    end = _after_a_key(heard, n + 1) if _may_be_filled(heard[n]) else len(heard)
+    if not heard[end : end + 1] or heard[end].opname != "STORE_SUBSCR":
+        return ()
+    return (heard[n + 1].argval if heard[n + 1].opname in ("LOAD_CONST", "LOAD_SMALL_INT") else ANY_KEY,)
 
 
 def _after_a_key(heard: Instructions, n: int) -> int:

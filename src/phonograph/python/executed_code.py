@@ -18,7 +18,7 @@ from collections.abc import Collection, Set
 from types import CodeType
 from typing import NamedTuple
 
-from .bytecode import all_within, looks_around, matches, names_in, slight_use_in, used_in_full
+from .bytecode import all_within, items_set, looks_around, matches, names_in, slight_use_in, used_in_full
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_torchs, is_users, origin
@@ -101,6 +101,10 @@ class Ran:
         if self.looks_around or self.packages_look_around or (of_module and name in self._torchs):
             return False
         return name not in self._used_in_full and name not in self._elsewhere
+
+    def items_set(self, name: str) -> frozenset[object]:
+        """The keys of items that it sets of what has this name; `ANY_KEY` is among them for others."""
+        return frozenset[object]().union(*(items_set(code).get(name, ()) for code in self._naming.get(name, ())))
 
     @functools.cached_property
     def _used_in_full(self) -> frozenset[str]:

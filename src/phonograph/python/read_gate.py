@@ -126,10 +126,10 @@ class Reads:
 
         with tells_of_compilation(compiles):
             try:
-                for kind in kinds:
+                for kind, sets in [(kind, kind.__setattr__) for kind in kinds]:  # one may derive from another
                     begin(kind, "__getattribute__", self._gate())
                     if kind is not torch.nn.Module:  # whose writes say what they write
-                        begin(kind, "__setattr__", self._gate_of_writes(kind.__setattr__))
+                        begin(kind, "__setattr__", self._gate_of_writes(sets))
                 gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
                 yield
             finally:

@@ -31,6 +31,32 @@ class Base:
         return loss.detach()
 """
 
+
+def assert_noticed(mine, plain, x):
+    """What `change` changes, the step reads."""
+    step = pg.record(mine.step)
+    for _ in range(6):
+        assert_same(step(x), plain.step(x))
+    assert pg.stats(step).replayed >= 3, pg.explain(step)
+    mine.change()
+    plain.change()
+    for _ in range(3):
+        assert_same(step(x), plain.step(x))
+
+
+def assert_set_again(mine, x):
+    """What `change` changes, the step sets to what it was; `now` gives it."""
+    before, step = mine.now(), pg.record(mine.step)
+    for _ in range(6):
+        step(x)
+    assert pg.stats(step).replayed >= 3, pg.explain(step)
+    for _ in range(3):
+        mine.change()
+        assert mine.now() != before
+        step(x)
+        assert mine.now() == before
+
+
 # A `Trainer` with a `step`; `between(n)`, which changes nothing that the step reads; and `change()`, which does.
 LOOPS = {
     "a dictionary that grows beside the key that is read": """
@@ -319,15 +345,7 @@ def test_c09_all_that_a_dictionary_has_is_read(device, read, where):
     elif where == "closure":
         source = textwrap.indent('CONFIG = {"factor": 2.0}\n' + source, "    ")
         source = f"def made():\n{source}\n    return Trainer\nTrainer = made()\n"
-    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
-    step = pg.record(mine.step)
-    for _ in range(6):
-        assert_same(step(x), plain.step(x))
-    assert pg.stats(step).replayed >= 3, pg.explain(step)
-    mine.change()
-    plain.change()
-    for _ in range(3):
-        assert_same(step(x), plain.step(x))
+    assert_noticed(trainer(source, device), trainer(source, device), ramp(device, 2, 3))
 
 
 AS_A_WHOLE = {
@@ -401,15 +419,7 @@ def test_c09_what_is_set_to_what_it_was(device, of):
             def change(self): {of}.mode = "busy"
             def now(self): return {of}.mode
     """
-    mine, x = trainer(source, device), ramp(device, 2, 3)
-    step = pg.record(mine.step)
-    for _ in range(6):
-        step(x)
-    assert pg.stats(step).replayed >= 3, pg.explain(step)
-    for _ in range(3):
-        mine.change()
-        step(x)
-        assert mine.now() == "idle"
+    assert_set_again(trainer(source, device), ramp(device, 2, 3))
 
 
 @may_run_live

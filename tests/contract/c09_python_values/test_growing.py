@@ -7,7 +7,7 @@ import pytest
 
 import phonograph as pg
 from phonograph.testing import assert_same
-from tests.contract.c09_python_values.test_beside_what_is_read import STEPS, trainer
+from tests.contract.c09_python_values.test_beside_what_is_read import STEPS, assert_noticed, assert_set_again, trainer
 from tests.helpers import ramp
 
 CLASSES = """
@@ -91,14 +91,7 @@ IN_FULL = {
 @pytest.mark.parametrize(("kind", "read"), [(kind, read) for kind, reads in IN_FULL.items() for read in reads])
 def test_c09_what_is_read_in_other_ways_is_noticed(device, kind, read):
     mine, plain, x = made(device, kind, "attribute", f"return self.update(x, <factor> + {read})", change="<done> = 5")
-    step = pg.record(mine.step)
-    for _ in range(6):
-        assert_same(step(x), plain.step(x))
-    assert pg.stats(step).replayed >= 3, pg.explain(step)
-    mine.change()
-    plain.change()
-    for _ in range(2):
-        assert_same(step(x), plain.step(x))
+    assert_noticed(mine, plain, x)
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -107,14 +100,58 @@ def test_c09_what_is_read_in_other_ways_is_noticed(device, kind, read):
 def test_c09_what_is_set_to_what_it_was(device, kind, where, value):
     """A replay does not set it: it has to be what it was."""
     mine, _, x = made(device, kind, where, f"<mode> = {value}; return self.update(x)", change="<mode> = 'busy'")
+    assert_set_again(mine, x)
+
+
+# How a step sets an item to what it is, whose value and key come from anywhere; and where that is.
+FLAG, GLOBAL, ITEM = "self.flags.get('n')", "FLAGS.get('n')", "self.items[0]"
+SETS = {
+    "self.flags['n'] = len(x)": FLAG, "n = 2; self.flags['n'] = n": FLAG, "self.set(2)": FLAG, "self.put('n', 2)": FLAG,
+    "put(self.flags, 'n', 2)": FLAG, "self.flags.update(n=2)": FLAG, "flags = self.flags; flags['n'] = 2": FLAG,
+    "self.nested['in']['n'] = len(x)": FLAG, "FLAGS['n'] = len(x)": GLOBAL,
+    "self.items[0] = len(x)": ITEM,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sets", SETS)
+def test_c09_an_item_that_is_set_to_what_it_was(device, sets):
+    source = f"""
+        FLAGS = {{"n": 2}}
+        def put(flags, key, value): flags[key] = value
+        class Trainer(Base):
+            def __init__(self):
+                super().__init__()
+                self.flags, self.items = {{"n": 2}}, [2, 3]
+                self.nested = {{"in": self.flags}}
+            def set(self, n): self.flags["n"] = n
+            def put(self, key, value): self.flags[key] = value
+            def step(self, x):
+                {sets}
+                return self.update(x)
+            def change(self): FLAGS['n'] = self.flags['n'] = self.items[0] = 7
+            def now(self): return {SETS[sets]}
+    """
+    assert_set_again(trainer(source, device), ramp(device, 2, 3))
+
+
+def test_c09_items_beside_the_one_that_is_set(device):
+    """By an evaluation in between."""
+    source = """
+        class Trainer(Base):
+            def __init__(self): super().__init__(); self.last = {"accuracy": 0.0}
+            def step(self, x):
+                self.last["batch"] = len(x)
+                return self.update(x)
+            def between(self, n): self.last["accuracy"] = n / 10
+    """
+    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
     step = pg.record(mine.step)
-    for _ in range(6):
-        step(x)
-    assert pg.stats(step).replayed >= 3, pg.explain(step)
-    for _ in range(3):
-        mine.change()
-        step(x)
-        assert mine.now() == "idle"
+    for n in range(STEPS):
+        assert_same(step(x), plain.step(x))
+        assert_same(mine.last, plain.last)
+        mine.between(n)
+        plain.between(n)
+    assert pg.stats(step).recorded == 1, pg.explain(step)
 
 
 @pytest.mark.parametrize("past", ["vars(self)", "self.__dict__", "vars(copy.copy(self))"])
@@ -126,14 +163,7 @@ def test_c09_a_dictionary_among_all_attributes(device, past):
             def step(self, x): return self.update(x, self.config["factor"] * {past}["config"]["other"])
             def change(self): self.config["other"] = 3.0
     """
-    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
-    step = pg.record(mine.step)
-    for _ in range(6):
-        assert_same(step(x), plain.step(x))
-    assert pg.stats(step).replayed >= 3, pg.explain(step)
-    mine.change()
-    plain.change()
-    assert_same(step(x), plain.step(x))
+    assert_noticed(trainer(source, device), trainer(source, device), ramp(device, 2, 3))
 
 
 def test_c09_a_log_of_a_closure_every_third_step(device):
