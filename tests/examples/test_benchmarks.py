@@ -48,7 +48,7 @@ def test_where_decodes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     two["layer 1"][2, 1] = two["logits"][2, 1] = 1.5
     two["layer 0"][3, 0] = 2.0
     assert compare(one, two) == {
-        "equal": False, "first token": 2, "first layer": "layer 1", "of logits": 0.5, "other tokens chosen": 1
+        "equal": False, "first token": 2, "first part": "layer 1", "of logits": 0.5, "other tokens chosen": 1
     }  # fmt: skip
 
 

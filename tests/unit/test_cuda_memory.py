@@ -271,7 +271,7 @@ def test_nothing_stays_held_after_an_exception(allocator: Allocator, monkeypatch
 def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments of 20 MiB, each would have an end in which nothing fits. What is free already is not taken once more."""
     monkeypatch.setattr(torch_cuda, "route_to_pool", lambda *_: nullcontext())
-    pool = SimpleNamespace(index=0, handle=POOL, _stream=SimpleNamespace(cuda_stream=0))
+    pool = SimpleNamespace(index=0, handle=POOL, _stream=SimpleNamespace(stream=SimpleNamespace(cuda_stream=0)))
     make_room: Any = PrivatePool.make_room
     make_room(pool, 70 * MIB)
     (segment,) = allocator.segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,8 +52,9 @@ class Recording:
 def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(private_pool, "_Anchor", Anchor)
     monkeypatch.setattr(PrivatePool, "nbytes", 100 * MIB)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = object.__new__(CudaDevice)
-    stream: Any = SimpleNamespace(reads=[])
+    stream: Any = SimpleNamespace(reads=[], on=nullcontext)
     made.pool, made._held_up, made._memory = Pool(torch.device("cpu")), False, PrivatePool(0, stream)
     made._memory._unsettled = made._memory._spans = Spans([(1 << 12, 1 << 12)])  # of the pool that there is
     made._warm_ups = WarmUps(stream, made._memory, made.pool)
@@ -85,6 +87,21 @@ def test_it_goes_with_its_last_recording(device: CudaDevice, emptied: list[bool]
     assert (number(device), emptied) == (before + 1, [True])
     assert not device.pool.leases
     assert len(device._memory._unsettled) == len(device._memory._spans) == 0, "nothing lies in the new one"
+
+
+def test_it_stays_during_a_capture_of_somebody_elses(
+    device: CudaDevice, emptied: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would get what is written as the next pool begins."""
+    recording = Recording(device, 90 * MIB)
+    before = number(device)
+    del recording
+    with monkeypatch.context() as during:
+        during.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        device.tidy()
+        assert (number(device), emptied) == (before, [])
+    device.tidy()
+    assert (number(device), emptied) == (before + 1, [True])
 
 
 def test_it_goes_when_the_last_output_does(device: CudaDevice, emptied: list[bool]) -> None:

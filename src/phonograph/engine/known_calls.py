@@ -76,7 +76,7 @@ class KnownCall:
         self._unchanged = still
         self._state = state
         self.players = players
-        self.next = self  # the one that came after this one last time
+        self.next: KnownCall | None = None  # that came after this one last time, if that was another
         self.history = history
         """Of a signature that runs live: what says for how long."""
         self._guess: Player | None = None  # the one that was played last, where what those before it rely on is not so
@@ -189,7 +189,7 @@ class KnownCalls:
         last = self._last
         if last is None:
             return None
-        known = last.next
+        known = last.next or last
         tensors = known.fits(args, kwargs)
         if tensors is None:
             guess = known
@@ -198,7 +198,7 @@ class KnownCalls:
                     break
             else:
                 return None
-            last.next = known
+            last.next = None if known is last else known
         self._last = known
         return known, tensors
 
@@ -228,8 +228,8 @@ class KnownCalls:
         others = [known for known, _ in self._by_key.values()]
         self._last = next(iter(others), None) if self._last is gone else self._last
         for known in others:
-            known.next = known if known.next is gone else known.next
-        gone.next = gone
+            known.next = None if known.next is gone else known.next
+        gone.next = None
 
     def _forget_one_refused(self) -> None:
         """The one that has been known for longest."""
@@ -237,7 +237,7 @@ class KnownCalls:
 
     def clear(self) -> None:
         for known, _ in self._by_key.values():
-            known.next = known
+            known.next = None
         self._by_key, self._by_size, self._last = {}, {}, None
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import phonograph as pg
+from phonograph.devices import device_for
 from phonograph.testing import Pair, assert_same
 from tests.helpers import counts, may_run_live, plain, side_by_side
 
@@ -159,3 +161,34 @@ def test_c02_draws_that_depend_on_train_and_eval(device):
     for training in [True, True, True, False, False, False, True, False]:
         both.change(lambda dropout, training=training: dropout.train(training))
         both(torch.ones(30, device=device))
+
+
+@pytest.mark.parametrize("what", ["another is recorded", "memory is given back"])
+def test_c02_a_replay_under_way_draws_its_own_numbers(cuda, what):
+    """torch has one place per process where graphs read how far the generator is, and writes 0 there as a capture begins."""
+    weight, x = torch.randn(4096, 4096, device=cuda) / 64, torch.randn(256, 4096, device=cuda)
+
+    def slow(x):
+        for _ in range(400):
+            x = x @ weight
+        return F.dropout(x, 0.5)
+
+    f, large, small, other = map(pg.record, (slow, lambda x: x.repeat(128, 1).sum(), lambda x: x * 2, lambda x: F.dropout(x)))
+    for g in (f, large, small, other):
+        for _ in range(3 if g is not other else 1):
+            g(x)
+    assert pg.stats(f).replayed
+    pg.reset(large)
+    device, torch_state = device_for(cuda), torch.cuda.get_rng_state(cuda)
+    pool, done = device._memory.anchor.handle, torch.cuda.Event()
+    drawn = f(x)
+    done.record()
+    assert not done.query(), "it has ended before anything could happen"
+    if what == "another is recorded":
+        other(x)
+        assert pg.stats(other).recorded == 1
+    else:
+        pg.reset(small)
+        assert device._memory.anchor.handle != pool
+    torch.cuda.set_rng_state(torch_state, cuda)
+    assert torch.equal(drawn == 0, slow(x) == 0)

@@ -28,6 +28,7 @@ from . import allocator as cuda_memory
 from .capture import Capture, once
 from .capture_stream import CaptureStream
 from .generators import GraphGenerators
+from .graphs import Graph
 from .host_constants import Room
 from .private_pool import PrivatePool
 from .value_checks import CudaChecks
@@ -93,7 +94,11 @@ class CudaDevice:
         self.index: int = torch_device.index
         self.pool = Pool(torch_device)
         self._stream = CaptureStream(torch_device)
-        self._memory = PrivatePool(self.index, self._stream.stream)
+        # The first graph of a process takes memory for the generator's state: from what the caller's stream has, and not a
+        # segment for our own.
+        first = Graph()
+        first.register_generator_state(torch.cuda.default_generators[self.index])
+        self._memory = PrivatePool(self.index, self._stream)
         torch_cuda.silence_stream_mismatch()
         self._generators = GraphGenerators(torch_device)
         self._warm_ups = WarmUps(self._stream, self._memory, self.pool)
@@ -173,7 +178,7 @@ class CudaDevice:
         """When nobody needs the pool any more, it goes. As long as somebody does (a recording, or who holds an output), all of
         it stays, so that the next recording had better find room in it than begin another: but for a pool that is much larger
         than what was last needed. That goes when the last of these does."""
-        if not (self.pool.untidy or self._held_up):
+        if not (self.pool.untidy or self._held_up) or torch.cuda.is_current_stream_capturing():  # somebody else's: later
             return
         some_went, self.pool.untidy = self.pool.untidy, False
         self._warm_ups.leave_backwards()

@@ -20,6 +20,7 @@ from ...errors import Refusal
 from ...memory.pool import Pool
 from ...memory.spans import Spans
 from . import allocator as cuda_memory
+from .capture_stream import CaptureStream
 from .graphs import Graph, quietly
 
 __all__ = ["PrivatePool"]
@@ -28,7 +29,8 @@ _ALONE = 2  # references to what only one attribute has, seen by who counts them
 
 
 class _Anchor:
-    """Keeps a graph pool's memory: an empty graph captured in it.
+    """Keeps a graph pool's memory: an empty graph captured in it. It is made inside `CaptureStream.on`: where a capture begins,
+    torch writes an offset of 0 to where all graphs read how far the generator is, so that no replay may be under way.
 
     The allocator frees a pool when its last graph is gone, and refuses a handle that was once freed.
 
@@ -37,26 +39,23 @@ class _Anchor:
     have needed at one time since some of them went.
     """
 
-    def __init__(self, device: int, stream: torch.cuda.Stream) -> None:
+    def __init__(self) -> None:
         self.handle: tuple[int, int] = torch.cuda.graph_pool_handle()
         self.workspace: tuple[int, int] | None = None
         self.needed = 0
         self._graph = Graph()
-        # The first graph of a process takes memory for the generator's state: here, from what the caller's stream has, and
-        # not a segment for our own.
-        self._graph.register_generator_state(torch.cuda.default_generators[device])
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-            quietly(self._graph.capture_end)
+        self._graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        quietly(self._graph.capture_end)
 
 
 class PrivatePool:
-    """The pool of one GPU, of which recordings are made at present. Memory is taken for the capture `stream`."""
+    """The pool of one GPU, of which recordings are made at present. Memory is taken for the capture stream."""
 
-    def __init__(self, index: int, stream: torch.cuda.Stream) -> None:
+    def __init__(self, index: int, stream: CaptureStream) -> None:
         self.index = index
         self._stream = stream
-        self.anchor = _Anchor(index, stream)
+        with stream.on():
+            self.anchor = _Anchor()
         self._spans = Spans()  # its memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
 
@@ -71,7 +70,8 @@ class PrivatePool:
 
     def begin_anew(self) -> None:
         """Captures take another pool from now on. The old one goes with its last recording."""
-        self.anchor, self._unsettled, self._spans = _Anchor(self.index, self._stream), Spans(), Spans()
+        with self._stream.on():
+            self.anchor, self._unsettled, self._spans = _Anchor(), Spans(), Spans()
 
     def look(self) -> None:
         """Note which memory is the pool's."""
@@ -126,7 +126,7 @@ class PrivatePool:
                 return held
         # It cannot be shared: a pool of its own begins; the old one goes with its last recording.
         torch_cuda.clear_cublas_workspaces()
-        self.anchor, self._unsettled = _Anchor(self.index, self._stream), Spans()
+        self.anchor, self._unsettled = _Anchor(), Spans()
         return None
 
     def left_behind(self, protected: Spans) -> bool:
@@ -144,7 +144,7 @@ class PrivatePool:
         missing = expected - cuda_memory.free_bytes(self.handle) if expected > cuda_memory.SEGMENT else 0
         if missing > cuda_memory.SEGMENT:
             with suppress(torch.OutOfMemoryError), torch_cuda.route_to_pool(self.index, self.handle):
-                torch_cuda.raw_free(torch_cuda.raw_alloc(missing, self._stream.cuda_stream))
+                torch_cuda.raw_free(torch_cuda.raw_alloc(missing, self._stream.stream.cuda_stream))
         return missing > cuda_memory.SEGMENT
 
     def end_workspace(self, lone: bool = False) -> None:
