@@ -3,9 +3,9 @@
     python benchmarks/decode_bits.py
 
 The Llama of `llama_decode.py` is fed the same 128 tokens in each way, with a cache of its own, in processes with torch's
-workspace for cuBLAS and with others (CUBLAS_WORKSPACE_CONFIG). Differences in a row tell whose they are: of steps in one launch
-from the same steps one by one; of these from a graph captured by hand; of that from live; of live from itself on another stream
-and with another workspace. Kernels by their names tell whether a library has chosen another one.
+workspace for cuBLAS and with another (CUBLAS_WORKSPACE_CONFIG), and with attention as torch chooses it and by matmuls alone.
+Differences in a row tell whose they are: of steps in one launch from the same steps one by one; of these from a graph captured
+by hand; of that from live; of live from itself. Kernels by their names tell whether a library has chosen another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from workloads import llama_decoding, llama_model
 
 CLAIM, PROMPT = "decode_bits", 16
 TARGET = "in one launch, step by step and live: the same bits after each projection and token, wherever live repeats itself"
-SETTINGS = {"torch's own": "", ":4096:8": ":4096:8", ":16:8": ":16:8"}
+SETTINGS = {"torch's own": ("", False), "torch's own, attention by matmuls": ("", True), ":4096:8": (":4096:8", False),
+            ":4096:8, attention by matmuls": (":4096:8", True)}  # fmt: skip
 LIVE, AGAIN, STREAM, HAND = "live", "live again", "live on another stream", "captured by hand"
 STEPS, ONE, LATER = "step by step", "one launch", "one launch again"
 PAIRS = [(LIVE, AGAIN), (LIVE, STREAM), (LIVE, HAND), (HAND, STEPS), (LIVE, STEPS), (STEPS, ONE), (ONE, LATER), (LIVE, ONE)]
@@ -167,8 +168,11 @@ def only_in_one(model: Any, device: str) -> dict[str, list[str]]:
     return {"live": sorted(live - replayed), "replayed": sorted(replayed - live)}
 
 
-def one_process(device: str, tokens: int, file: Path) -> None:
-    """All ways with the environment as it is, into a file."""
+def one_process(device: str, tokens: int, matmuls: bool, file: Path) -> None:
+    """All ways with the environment as it is, into a file. Attention may be by `matmuls` alone: faster kernels of it do not
+    repeat themselves."""
+    for fast in ("flash", "mem_efficient", "cudnn") if matmuls else ():
+        getattr(torch.backends.cuda, f"enable_{fast}_sdp")(False)
     model, logs = llama_model(device), dict[str, Logs]()
     for way, run in ways(tokens, device).items():
         made = Decoding(model, device, tokens)
@@ -182,18 +186,19 @@ def one_process(device: str, tokens: int, file: Path) -> None:
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--into", type=Path, help="what each of its own processes is told")
+    parser.add_argument("--matmuls", action="store_true")
     arguments = parser.parse_args()
     tokens = 24 if arguments.quick or arguments.device == "cpu" else 128
     if arguments.into is not None:
-        one_process(arguments.device, tokens, arguments.into)
+        one_process(arguments.device, tokens, arguments.matmuls, arguments.into)
         return 0
     report, logs, equal = harness.Report(CLAIM, TARGET, arguments), list[Logs](), list[bool]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, setting in SETTINGS.items():
+        for name, (setting, matmuls) in SETTINGS.items():
             environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
             environment |= {"CUBLAS_WORKSPACE_CONFIG": setting} if setting else {}
             command = [sys.executable, __file__, "--device", arguments.device, "--into", str(Path(folder) / "logs")]
-            command += ["--quick"] * arguments.quick
+            command += ["--quick"] * arguments.quick + ["--matmuls"] * matmuls
             with harness.trying(report, name):
                 subprocess.run(command, env=environment, check=True)
                 found, names, live = torch.load(Path(folder) / "logs")

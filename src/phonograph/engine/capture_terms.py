@@ -58,6 +58,8 @@ class Concessions:
     """Saved tensors are kept, though this is the last backward that reads them."""
     averages: bool = False
     """Modules that average gradients over ranks take part."""
+    feeds: bool = False
+    """Gradients that it finds may lie elsewhere in each call."""
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,9 @@ class DryRun:
         result, read = without(result, {*map(identity, arguments.built)})
         returned = self._returned(result, effects, arguments.built)
         result = returned.leaves
+        fed = self._prepared.grads.fed
+        if fed is not None and not fed.storages().isdisjoint(storage_id(t) for t in _tensors_in(result) if has_memory(t)):
+            raise Refusal("hands on a gradient that an earlier call has left", "clone it")
         numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         if any(ref() is not None for ref in watch.numerals or ()):
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
@@ -362,7 +365,7 @@ class DryRun:
     def _leaving(self, result: object) -> list[torch.Tensor]:
         """The tensors of a result whose memory the program has to leave alone: no gradients, which stay in their place."""
         staying = {key for g in self._prepared.grads.read() if g is not None for key in storages(g)}
-        tensors = [x for x in _leaves_of(result) if isinstance(x, torch.Tensor)]
+        tensors = _tensors_in(_leaves_of(result))
         return [t for t in tensors if _is_plain(t) and storage_id(t) not in staying]
 
 
@@ -406,6 +409,10 @@ def _memory_in(tree: object) -> set[int] | None:
         return None
     storages = {storage_id(t) for t in leaves if isinstance(t, torch.Tensor) and has_memory(t)}
     return storages | {*map(identity, flattener.containers)}
+
+
+def _tensors_in(leaves: Leaves) -> list[torch.Tensor]:
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def _is_plain(t: torch.Tensor) -> bool:

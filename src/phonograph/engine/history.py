@@ -71,6 +71,8 @@ class CaptureTerms:
     """Results are attached to the graph of autograd, and have a backward outside."""
     device: torch.device | None = None
     """Where calls without any tensor work."""
+    gradients_lay_elsewhere: int = 0
+    """Recordings that were made because gradients were not where those before have found them."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ from .verify import repeats
 
 __all__ = ["BackwardKind", "Maker", "Stops", "loses_overlap"]
 
+_MOVES = 3  # recordings because gradients lay elsewhere, after which they are fed; some loops settle with as many
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
 _DECISIVE = 8  # places where a call may read numbers by which it goes on
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
@@ -194,8 +195,13 @@ class Maker:
         return Terms(placement, tracing, history.live.notes, ran=history.live.ended,
                      numbers=self._options.fallback == "split", carried=self._describer.carried,
                      following=self._describer.following,
-                     concessions=Concessions(averages=history.live.averages),
+                     concessions=Concessions(averages=history.live.averages, feeds=self._feeds(history)),
                      digest=Digest if self._options.audit and not audit.never(self._function) else None)  # fmt: skip
+
+    def _feeds(self, history: History) -> bool:
+        """Whether gradients that the call finds have lain elsewhere time and again. Parts that run live may see them."""
+        apart = self._options.fallback == "split" or self._describer.marked or history.capture.attached
+        return not apart and history.capture.gradients_lay_elsewhere > _MOVES
 
     def make_way(self, call: Call, history: History, blocked: int) -> bool:
         """Drop recordings of which a new one takes the place; whether it has to keep apart from what is there."""

@@ -83,6 +83,7 @@ class Player:
         self._edits = recording.edits
         self._gained = recording.gained
         self._grads = recording.reliances.grads if recording.reliances.grads.parameters else None
+        self._feeds_gradients = recording.reliances.grads.fed is not None
         recording.reliances.grads.gives(
             frozenset([storage_id(o.memory) for o in recording.outputs if o.memory is not None and has_memory(o.memory)])
         )
@@ -314,6 +315,8 @@ class Player:
         pool = self.device.pool
         if pool.loans:
             pool.take_back(self.recording.footprint)
+        if self._feeds_gradients:
+            self.recording.reliances.grads.feed()
 
     def _after(self, gradients: bool = True) -> None:
         if self._bump:

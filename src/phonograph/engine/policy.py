@@ -194,6 +194,7 @@ class Policy:
         """Capture. Refuse it if the shelf or the pool has no room."""
         case.history.arrivals.live_since.clear()
         case.history.attempts.failed = False
+        case.history.capture.gradients_lay_elsewhere += case.broken == GRAD
         return self.no_room(case)
 
     # -- whether a recording can be kept

@@ -11,6 +11,7 @@ from .._torch.dynamic import Leaves
 from ..capture.ddp_reducer import Reducers, around
 from ..capture.effects import Starts
 from ..capture.recording import memory_of
+from ..guards.fed_gradients import FedGradients
 from ..guards.gradients import Grads
 from ..guards.snapshot import Snapshot
 from ..memory.spans import Spans
@@ -60,8 +61,14 @@ class Prepared:
         clearance = Clearance.of(request)
         protected = clearance.protected | Spans((lent.loan.address, lent.loan.nbytes) for lent in call.borrowed.values())
         buckets = undo.enter_context(reducers.taking_part(device))
-        grads = Grads([t for _, t in reach.all_tensors], device.outlives, [t for _, t in reach.gathered if t.is_leaf])
+        within, leaves = request.terms.placement.within, [t for _, t in reach.all_tensors]
+        fed = None
+        if request.terms.concessions.feeds:
+            fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.reliances.grads.fed)
+        grads = Grads(leaves, device.outlives, [t for _, t in reach.gathered if t.is_leaf], fed)
         snapshot = undo.enter_context(transaction(reach, grads))
+        if fed is not None:
+            fed.stand()
         slots = Slots.of(request)
         protected |= Spans(memory_of(s) for s in slots.shared if s is not None)
         return cls(grads, snapshot, slots, clearance, protected, spots, numbers, buckets, reducers.begins())

@@ -116,6 +116,9 @@ class Settlement:
             part.settle(captured.watch.undone)
         # But forwards and backwards apart leave gradients to autograd, also where `checkpoint`'s code names them.
         named = self._evidence.behaviour.code.names_gradients and self._request.whole
+        if grads.fed is not None and captured.watch.parts:
+            raise Refusal("has a part that runs live, and gradients that lie elsewhere in each call",
+                          "zero_grad(set_to_none=False), which leaves them in place")  # fmt: skip
         looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
         grads.settle(captured.watch.touched, captured.watch.written.keys(), looks, reads)
 

@@ -13,10 +13,11 @@ import torch
 
 from .._torch.autograd import bump
 from .._torch.dynamic import Thing
-from .._torch.tensors import address, has_memory, is_ordinary, use_count
+from .._torch.tensors import address, has_memory, is_ordinary, storage_id, use_count
 from ..python.identity import identity
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
 from .attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
+from .fed_gradients import FedGradients, made_by
 from .tensor_states import like, with_parts_like
 
 __all__ = ["Grads"]
@@ -114,6 +115,7 @@ class _Some:
         self._plain = all(map(is_ordinary, self.involved))
         self._parts = parts_of_all(self.created)
         self._objects = [*{identity(t): t for t in (*self.created, *self._parts)}.values()]
+        made_by(self, self.created)
         self.storages = [t.untyped_storage()._cdata for t in self._parts]
         self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
         self._lying = list(map(address, self._parts))
@@ -231,21 +233,29 @@ class Grads:
         parameters: Sequence[torch.Tensor],
         outlives: Callable[[torch.Tensor], object],
         gathered: Sequence[torch.Tensor] = (),
+        fed: FedGradients | None = None,
     ) -> None:
+        """Those that are `fed` may lie elsewhere in each call."""
         self.shared = threading.active_count() > 1  # with threads that may change them meanwhile
         self.parameters = [p for p in parameters if p.is_leaf and _may_have_gradient(p)]
         # Where the device can bring a gradient back that the call drops, its memory is free for the capture: otherwise
         # the peak would be one set of gradients higher than live.
-        self._before: list[Thing] = [None if g is None else _from_before(g, outlives) for g in self.read()]
+        self.fed = fed
+        slots = [fed is not None and fed.slot(p) is not None for p in self.parameters]
+        self._before: list[Thing] = [
+            None if g is None else _Kept(g) if kept else _from_before(g, outlives)
+            for g, kept in zip(self.read(), slots, strict=True)
+        ]
         self._gathered = [t for t in gathered if _may_have_gradient(t)]
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         self._all: list[_Some] = []
+        self._as_captured = False  # what the call has left stands there, and not what it has found
         self._sealed = False
 
     @property
     def written(self) -> bool:
         """Whether the call changes gradients."""
-        return any(some.left or some.added_to for some in self._all)
+        return any(some.left or some.added_to for some in self._all) or (self.fed is not None and self.fed.writes)
 
     def read(self) -> list[torch.Tensor | None]:
         """Those that stand there. (Who has them may do something with them.)"""
@@ -254,6 +264,7 @@ class Grads:
 
     def restore(self) -> None:
         """Put the attributes back as they were before."""
+        self._as_captured = False
         for p, kept in zip(self.parameters, self._before, strict=True):
             if kept is None:
                 p.grad = None
@@ -277,11 +288,19 @@ class Grads:
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             some = told if may_have_door(p) else others
             before = None if kept is None else kept()
+            slot = None if self.fed is None else self.fed.slot(p)
+            if slot is not None and after is slot:
+                p.grad = after = before
             if before is not after or (kept is not None and before is None):
                 some.left.append((p, after))
             if kept is None:
                 if after is not None or looks:
                     some.absent.append(p)
+            elif slot is not None:
+                if (key := storage_id(slot)) in touched or key in written:
+                    self.fed.settle(p, leaves=after is before and key in written)  # type: ignore[union-attr]
+                elif reads:
+                    some.some.append(p)
             elif not touched.isdisjoint(kept.storages):
                 some.readers.append(p)
                 found[some].append(kept.again())
@@ -293,11 +312,13 @@ class Grads:
             (told if may_have_door(p) else others).absent.append(p)
         for some, those in found.items():
             some.are_such = like(those) if all(map(is_ordinary, those)) else with_parts_like(those)
-        self._all = [some for some in (told, others) if some.involved]
+        self._all, self._as_captured = [some for some in (told, others) if some.involved], True
+        if self.fed is not None:
+            self.fed = self.fed if self.fed.seal() else None
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created."""
-        self._before = []
+        self._before, self._as_captured = [], False
         if self._sealed:
             return
         self._sealed = True
@@ -329,14 +350,23 @@ class Grads:
 
     def fit(self) -> bool:
         """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did."""
-        return all(some.fit() for some in self._all)
+        return all(some.fit() for some in self._all) and (self.fed is None or self.fed.fit())
 
     def ready(self) -> bool:
         """Both: whether they are such, and nobody else holds one."""
-        for some in self._all:  # noqa: SIM110 - a replay asks, and `all(... for ...)` costs half as much again
+        for some in self._all:  # a replay asks, and `all(... for ...)` costs half as much again
             if not some.ready():
                 return False
-        return True
+        return self.fed is None or self.fed.fit()
+
+    def feed(self) -> None:
+        """Before a replay of a recording some of whose gradients are fed."""
+        assert self.fed is not None
+        if not self._as_captured:
+            self.fed.feed(gradient)
+            return
+        before = {identity(p): kept() for p, kept in zip(self.parameters, self._before, strict=True) if kept is not None}
+        self.fed.feed(lambda p: before[identity(p)])
 
     def close(self) -> None:
         """Nobody plays this recording any more."""
@@ -357,5 +387,7 @@ class Grads:
 
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
+        if self.fed is not None:
+            self.fed.take()
         for some in self._all:
             some.leave()

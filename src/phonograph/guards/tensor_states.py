@@ -12,7 +12,7 @@ from .._torch.dynamic import Leaves, Reading, Table
 from .._torch.tensors import TensorBase, address, has_memory, tensor_check
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 
-__all__ = ["hook_values", "hooks_of", "like", "state_of", "states_of", "with_parts_like"]
+__all__ = ["alike", "hook_values", "hooks_of", "like", "state_of", "states_of", "with_parts_like"]
 
 
 def like(tensors: Sequence[torch.Tensor]) -> Callable[[Leaves], bool]:
@@ -28,6 +28,15 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[Leaves], bool]:
         return lambda found: check(*found) and [*map(address, found)] == places
     places = [*map(address, compress(tensors, lie))]
     return lambda found: check(*found) and [*map(address, compress(found, lie))] == places
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[[Leaves], bool]:
+    """A function that says whether values are plain tensors just like these, wherever they lie."""
+    check = tensor_check(tensors)
+    if check is not None:
+        return lambda found: check(*found) and all(map(has_memory, found))
+    states = [state[1:] for state in states_of(tensors)]
+    return lambda found: all(map(_is_dense, found)) and [state[1:] for state in states_of(found)] == states
 
 
 def with_parts_like(tensors: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], bool]:

@@ -1,0 +1,125 @@
+"""Gradients that a call finds in another place each time, as a GAN's discriminator does: the generator's backward adds to what
+its last step has left, `zero_grad()` drops that, and its next backward makes new ones.
+
+A graph reads fixed addresses. So each such gradient has a slot, as an argument has: a replay copies into it what stands in
+`p.grad`, and back what the call has written into a gradient that it leaves there.
+
+What a slot stands for must be found in no other way, or the call might write it there and read it elsewhere. So nobody else may
+have such a gradient when a replay begins: but the recording that has made it, which knows whether somebody has.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from .._torch.dynamic import Thing
+from .._torch.tensors import copy_all, has_memory, storage_id
+from ..python.identity import identity
+from .attribute_epochs import gradient, nobody_has
+from .tensor_states import alike, hook_values
+
+__all__ = ["FedGradients", "Maker", "made_by"]
+
+
+class Maker(Protocol):
+    """Of gradients: a recording, which has them as well."""
+
+    def held(self) -> bool: ...
+
+
+_makers: weakref.WeakValueDictionary[int, Maker] = weakref.WeakValueDictionary()
+
+
+def made_by(maker: Maker, created: Sequence[torch.Tensor]) -> None:
+    """These were, and it has them for as long as it is there."""
+    _makers.update({identity(g): maker for g in created})
+
+
+class FedGradients:
+    """Those of some parameters, for one recording."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], within: FedGradients | None = None) -> None:
+        """Of those parameters that have such a gradient now; with the same slots as `within` another."""
+        there: dict[int, torch.Tensor] = {} if within is None else within._slots
+        self._owners = [p for p in parameters if _may_be_fed(p) and _is_alone(p)]
+        self._slots: dict[int, torch.Tensor] = {identity(p): there.get(identity(p), _slot(gradient(p))) for p in self._owners}
+        self._read: list[torch.Tensor] = []  # whose gradients the call reads
+        self._left: list[torch.Tensor] = []  # in whose gradients it leaves something
+        self._are_such: Callable[[list[torch.Tensor]], bool] = bool
+
+    def slot(self, p: torch.Tensor) -> torch.Tensor | None:
+        return self._slots.get(identity(p))
+
+    def stand(self) -> None:
+        """Let the slots stand where the gradients do, with the same in them."""
+        with torch.no_grad():
+            for p in self._owners:
+                slot, found = self._slots[identity(p)], gradient(p)
+                if found is not None and slot is not found:
+                    slot.copy_(found)
+                    p.grad = slot
+
+    def storages(self) -> set[int]:
+        """Those of the slots."""
+        return {*map(storage_id, self._slots.values())}
+
+    def settle(self, p: torch.Tensor, leaves: bool) -> None:
+        """The call reads the gradient of this parameter, and perhaps `leaves` it there with something else in it."""
+        self._read.append(p)
+        if leaves:
+            self._left.append(p)
+
+    def seal(self) -> bool:
+        """The call has been captured: what a replay has to find is like the slots. Returns whether it reads any."""
+        self._are_such = alike(self._slots_of(self._read))
+        return bool(self._read)
+
+    def _slots_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._slots[identity(p)] for p in parameters]
+
+    @property
+    def writes(self) -> bool:
+        return bool(self._left)
+
+    def fit(self) -> bool:
+        """Whether the gradients are such as the call has to find, and nobody else has one."""
+        found = [*map(gradient, self._read)]
+        if any(g is None for g in found) or not self._are_such(found):
+            return False
+        del found
+        return all(map(_is_alone, self._read))
+
+    def feed(self, found: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Before a replay, with the gradients that it has found."""
+        with torch.no_grad():
+            copy_all(self._slots_of(self._read), [*map(found, self._read)])
+
+    def take(self) -> None:
+        """After a replay."""
+        if self._left:
+            with torch.no_grad():
+                copy_all([*map(gradient, self._left)], self._slots_of(self._left))
+
+
+def _may_be_fed(p: torch.Tensor) -> bool:
+    """Whether its gradient, if there is one, is plain memory, all of it."""
+    g = gradient(p)
+    if type(g) is not torch.Tensor or not has_memory(g) or g.untyped_storage().nbytes() != g.nbytes:
+        return False
+    odd = g.is_conj() or g.is_neg() or g.is_inference() or g.requires_grad
+    return not odd and not g.__dict__ and not hook_values(g)
+
+
+def _slot(g: Thing) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=g.device)
+
+
+def _is_alone(p: torch.Tensor) -> bool:
+    """Whether nobody has the gradient of this parameter but the parameter, and the recording that has made it."""
+    maker = _makers.get(identity(gradient(p)))
+    return not maker.held() if maker is not None else nobody_has([*map(gradient, [p])])

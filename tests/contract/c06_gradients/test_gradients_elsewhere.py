@@ -1,0 +1,275 @@
+"""C6: gradients that a call finds in another place each time, because the one before has dropped them and made new ones, or
+another function has: a GAN's discriminator, the critics of an actor, what user code puts into `.grad`."""
+
+import gc
+import warnings
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import phonograph as pg
+from tests.helpers import ramp
+
+OPTIMIZERS = {
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "Adam": partial(torch.optim.Adam, lr=0.01, betas=(0.5, 0.999)),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "RMSprop, foreach": partial(torch.optim.RMSprop, lr=0.01, foreach=True),
+}
+
+
+class Gan:
+    """The generator first, whose backward adds to the gradients of the discriminator, which are looked at and dropped."""
+
+    def __init__(self, device, optimizer, record):
+        torch.manual_seed(0)
+        layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 6)
+        self.generator = nn.Sequential(*layers).to(device)
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(8, 1)).to(device)
+        self.of_g, self.of_d = optimizer(self.generator.parameters()), optimizer(self.discriminator.parameters())
+        self.step = record(self._step)
+
+    def _step(self, real, noise):
+        self.of_g.zero_grad()
+        made = self.generator(noise)
+        g_loss = F.softplus(-self.discriminator(made)).mean()
+        g_loss.backward()
+        self.of_g.step()
+        found = sum(p.grad.sum() for p in self.discriminator.parameters()).sigmoid()
+        self.of_d.zero_grad()
+        d_loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(made.detach())).mean() * found
+        d_loss.backward()
+        self.of_d.step()
+        return g_loss.detach(), d_loss.detach(), made.detach()
+
+    @property
+    def parameters(self):
+        return [*self.generator.parameters(), *self.discriminator.parameters()]
+
+
+def copies(tensors):
+    return [None if t is None else t.detach().clone() for t in tensors]
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        assert (x is None) == (y is None), i
+        assert x is None or torch.equal(x, y), i
+
+
+def both_ways(run):
+    """What a program gives live and recorded, and the recorded functions."""
+    live, _ = run(lambda f: f)
+    recorded = []
+
+    def record(f):
+        recorded.append(pg.record(f))
+        return recorded[-1]
+
+    ours, _ = run(record)
+    same(live, ours)
+    return recorded
+
+
+def nothing(n, gan):
+    return []
+
+
+def logs(n, gan):
+    return [p.grad.norm() for p in gan.parameters] if n % 5 == 0 else []
+
+
+def drops(n, gan):
+    if n % 7 == 3:
+        for p in gan.discriminator.parameters():
+            p.grad = None
+    return []
+
+
+def puts_others(n, gan):
+    if n % 3 == 1:
+        for i, p in enumerate(gan.discriminator.parameters()):
+            p.grad = torch.full_like(p, n + i)
+    return []
+
+
+def scales(n, gan):
+    for p in gan.parameters:
+        p.grad.mul_(0.5)
+    return []
+
+
+def reloads(n, gan):
+    if n % 6 == 2:
+        gan.discriminator.load_state_dict(gan.discriminator.state_dict())
+    return []
+
+
+BETWEEN = {f.__name__: f for f in (nothing, logs, drops, puts_others, scales, reloads)}
+
+
+def trained(device, optimizer, between, record, steps=34):
+    gan, found = Gan(device, optimizer, record), []
+    for n in range(steps):
+        found += gan.step(ramp(device, 18, start=n).view(3, 6) / 9, ramp(device, 12, start=-n).view(3, 4) / 7)
+        found += copies(between(n, gan))
+    return [*found, *copies(gan.parameters), *copies(p.grad for p in gan.parameters)], gan
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_c06_c15_a_step_that_adds_to_what_the_one_before_has_left_settles(device, optimizer):
+    (step,) = both_ways(partial(trained, device, optimizer, nothing))
+    assert pg.stats(step).recorded <= 5, pg.explain(step)
+    assert pg.stats(step).replayed >= 24, pg.explain(step)
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_c06_what_becomes_of_gradients_between_such_steps(device, between):
+    (step,) = both_ways(partial(trained, device, OPTIMIZERS["Adam"], between))
+    assert pg.stats(step).replayed >= 10, pg.explain(step)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_c06_gradients_that_somebody_keeps(device, every):
+    """In eager, those that the next step finds are added to; and then they are dropped, and stay what they are."""
+
+    def run(record):
+        gan, found, kept = Gan(device, OPTIMIZERS["Adam"], record), [], []
+        for n in range(34):
+            found += gan.step(ramp(device, 18, start=n).view(3, 6) / 9, ramp(device, 12, start=-n).view(3, 4) / 7)
+            if n % every == 0:
+                kept += [p.grad for p in gan.discriminator.parameters()][: 1 + n % 3]
+            if n % 11 == 5:
+                found += copies(kept)
+                del kept[n % 2 :]
+        return [*found, *copies(kept), *copies(gan.parameters)], gan
+
+    with pytest.warns(pg.RunsLive):
+        both_ways(run)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_c06_gradients_as_arguments_and_by_other_names(device, keeps):
+    def run(record):
+        torch.manual_seed(1)
+        net = nn.Linear(4, 3).to(device)
+        other, found = [], []
+
+        @record
+        def step(x, grads):
+            net(x).square().sum().backward()
+            total = torch.stack([(g * 2).sum() for g in grads] + [(g * 3).sum() for g in other]).sum()
+            net.zero_grad()
+            (net(x) * total * 0.01).sum().backward()
+            return total
+
+        net(torch.ones(1, 4, device=device)).sum().backward()
+        for n in range(30):
+            grads = [p.grad for p in net.parameters()]
+            other[:] = grads if keeps else []
+            found.append(step(ramp(device, 8, start=n).view(2, 4) / 8, grads if n % 2 else [g.clone() for g in grads]))
+        return [*copies(found), *copies(p.grad for p in net.parameters())], net
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        both_ways(run)
+
+
+def test_c06_c15_functions_that_add_to_each_others_gradients_settle(device):
+    """As WGAN-GP's do: the critic's backward goes on into the generator, and the generator's into the critic."""
+
+    def run(record):
+        torch.manual_seed(2)
+        generator, critic = nn.Linear(4, 6).to(device), nn.Sequential(nn.Linear(6, 8), nn.ELU(), nn.Linear(8, 1)).to(device)
+        of_g, of_c = OPTIMIZERS["Adam"](generator.parameters()), OPTIMIZERS["Adam"](critic.parameters())
+
+        @record
+        def train_critic(real, noise):
+            of_c.zero_grad()
+            fake = generator(noise)
+            mixed = (real.detach() + fake.detach()).requires_grad_()
+            (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+            loss = critic(fake).mean() - critic(real).mean() + (slope.norm(dim=1) - 1).square().mean()
+            loss.backward()
+            of_c.step()
+            return loss.detach()
+
+        @record
+        def train_generator(noise):
+            of_g.zero_grad()
+            loss = -critic(generator(noise)).mean()
+            loss.backward()
+            of_g.step()
+            return loss.detach()
+
+        found = []
+        for n in range(45):
+            noise = ramp(device, 12, start=-n).view(3, 4) / 7
+            found.append(train_critic(ramp(device, 18, start=n).view(3, 6) / 9, noise))
+            if n % 3 == 0:
+                found.append(train_generator(noise))
+        weights = [*generator.parameters(), *critic.parameters()]
+        return [*copies(found), *copies(weights), *copies(p.grad for p in weights)], None
+
+    for function in both_ways(run):
+        assert pg.stats(function).recorded <= 6, pg.explain(function)
+        assert pg.stats(function).live <= 8, pg.explain(function)
+
+
+@pytest.mark.parametrize("returns", ["nothing", "the gradient", "a view of it"])
+def test_c06_gradients_that_stay_where_others_have_put_them(device, returns):
+    """Each time in another tensor, to which the call adds: whoever has that sees it."""
+
+    def run(record):
+        torch.manual_seed(3)
+        net, found = nn.Linear(4, 3).to(device), []
+
+        @record
+        def accumulate(x):
+            net(x).square().sum().backward()
+            return {"nothing": None, "the gradient": net.weight.grad, "a view of it": net.weight.grad[0]}[returns]
+
+        for n in range(30):
+            for p in net.parameters():
+                p.grad = torch.full_like(p, n)
+            versions = [p.grad._version for p in net.parameters()]
+            result = accumulate(ramp(device, 8, start=n).view(2, 4) / 8)
+            assert all(p.grad._version > v for p, v in zip(net.parameters(), versions, strict=True))
+            found += copies(p.grad for p in net.parameters())
+            if result is not None:
+                net.weight.grad.add_(1)
+                found += copies([result])
+        return found, net
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        (function,) = both_ways(run)
+    if returns == "nothing":
+        assert pg.stats(function).replayed >= 20, pg.explain(function)
+
+
+@pytest.mark.parametrize("options", [{"audit": 1}, {"verify": 3}, {"fallback": "split"}], ids=str)
+def test_c06_c10_such_steps_audited_verified_and_split(device, options):
+    live, _ = trained(device, OPTIMIZERS["Adam"], logs, lambda f: f)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pg.Stale)
+        warnings.simplefilter("ignore", pg.RunsLive)
+        ours, gan = trained(device, OPTIMIZERS["Adam"], logs, partial(pg.record, **options))
+    same(live, ours)
+    assert "split" in options.values() or pg.stats(gan.step).replayed >= 20, pg.explain(gan.step)
+
+
+def test_c17_slots_go_with_the_recording(device):
+    _, gan = trained(device, OPTIMIZERS["Adam"], nothing, pg.record)
+    fed = [p.recording.reliances.grads.fed for p in gan.step._shelf]
+    slots = [weakref.ref(t) for one in fed if one is not None for t in one._slots.values()]
+    del fed
+    assert slots
+    pg.reset(gan.step)
+    gc.collect()
+    assert not any(ref() is not None for ref in slots)
