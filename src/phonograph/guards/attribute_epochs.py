@@ -31,7 +31,7 @@ from .._torch.autograd import hearing
 from .._torch.dynamic import Private
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import ASKS_NO_SUBCLASS
-from .._torch.tensors import TensorBase, is_ordinary, use_count
+from .._torch.tensors import TensorBase, is_ordinary, owners, use_count
 from ..python.identity import identity
 
 __all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "may_have_door", "nobody_has", "room_of", "states"]
@@ -250,9 +250,10 @@ def _no_more(counts: list[int], of_one: list[int]) -> bool:
 
 
 def _references(found: Sequence[torch.Tensor]) -> list[list[int]]:
-    """To tensors; to their memory, by tensors, and by Python."""
-    owners = [use_count(t.untyped_storage()._cdata) for t in found]
-    return [[*map(sys.getrefcount, found)], owners, [sys.getrefcount(t.untyped_storage()) for t in found]]
+    """To tensors, Python's and others; to their memory, by tensors, and by Python."""
+    on_memory = [use_count(t.untyped_storage()._cdata) for t in found]
+    memory = [sys.getrefcount(t.untyped_storage()) for t in found]
+    return [[*map(sys.getrefcount, found)], [*map(owners, found)], on_memory, memory]
 
 
 @functools.cache

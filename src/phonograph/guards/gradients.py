@@ -13,7 +13,7 @@ import torch
 
 from .._torch.autograd import bump
 from .._torch.dynamic import Thing
-from .._torch.tensors import address, has_memory, is_ordinary, storage_id, use_count
+from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_id, use_count
 from ..python.identity import identity
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
 from .attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
@@ -130,10 +130,11 @@ class _Some:
         self.behind, self._fitted, self._unheld, self._stood = False, None, None, None
 
     def _count(self) -> list[list[int]]:
-        """References to the created gradients: Python's to the objects, and to those of which they are made, tensors on their
-        memory, Python's to the storages."""
+        """References to the created gradients: Python's and others to the objects, and to those of which they are made; tensors
+        on their memory; Python's to the storages."""
         pythons = [sys.getrefcount(python()) for python in self._pythons]
-        return [[*map(sys.getrefcount, self._objects)], [*map(use_count, self.storages)], pythons]
+        objects = [*map(sys.getrefcount, self._objects)], [*map(owners, self._objects)]
+        return [*objects, [*map(use_count, self.storages)], pythons]
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites."""
@@ -154,7 +155,7 @@ class _Some:
         stand = [gradient(p) is g for p, g in zip(self.owners, self.created, strict=True)]
         of_parts = [(g is part, there) for g, there in zip(self.created, stand, strict=True) for part in parts(g)]
         objects = [*stand, *(there for itself, there in of_parts if not itself)]
-        stands = [objects, *[[there for _, there in of_parts]] * 2]
+        stands = [objects, objects, *[[there for _, there in of_parts]] * 2]
         return any(
             count > (standing if there else alone)
             for counts, standings, alones, of in zip(now, self._standing, self._alone, stands, strict=True)

@@ -221,6 +221,44 @@ def test_c06_c15_functions_that_add_to_each_others_gradients_settle(device):
         assert pg.stats(function).live <= 8, pg.explain(function)
 
 
+@pytest.mark.parametrize("does", ["drops", "drops what it has added to", "adds", "zeros"])
+@pytest.mark.parametrize("every", [1, 2, 9])
+def test_c06_a_gradient_that_another_parameter_has_as_well(device, does, every):
+    """As that of a shared model (A3C), or of master weights: no object of Python's has it."""
+
+    def run(record):
+        torch.manual_seed(5)
+        net, shared, found = nn.Linear(4, 3).to(device), nn.Linear(4, 3).to(device), []
+
+        @record
+        def step(x):
+            if does == "drops":
+                net.zero_grad()
+            if does == "zeros":
+                net.zero_grad(set_to_none=False)
+            loss = net(x).square().sum()
+            loss.backward()
+            if does == "drops what it has added to":
+                scale = net.weight.grad.norm()
+                net.zero_grad()
+                (net(x) * scale * 0.01).sum().backward()
+            return loss.detach()
+
+        for n in range(36):
+            found.append(step(ramp(device, 8, start=n).view(2, 4) / 50))
+            if n % every == 0:
+                for p, q in zip(net.parameters(), shared.parameters(), strict=True):
+                    q.grad = p.grad
+            if n % 13 == 12:
+                net.zero_grad()
+            found += copies(p.grad for p in (*net.parameters(), *shared.parameters()))
+        return copies(found), net
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        both_ways(run)
+
+
 @pytest.mark.parametrize("returns", ["nothing", "the gradient", "a view of it"])
 def test_c06_gradients_that_stay_where_others_have_put_them(device, returns):
     """Each time in another tensor, to which the call adds: whoever has that sees it."""
