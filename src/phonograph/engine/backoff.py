@@ -43,7 +43,10 @@ SIGNATURES = 4096  # that are remembered
 NAMED = 16  # changes that are remembered by name, for `explain`
 
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
-_VARIES = "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor: t.fill_(n)"
+_VARIES = (
+    "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor (t.fill_(n)), and a "
+    "tensor in its place (t.copy_(new), and not t.data = new)"
+)
 
 
 class Described(Protocol):

@@ -492,16 +492,21 @@ class Objects:
             return
         self.optimizers.append(optimizer)
         self._objects.append(optimizer)
-        own, groups = optimizer.__dict__, optimizer.param_groups
+        own = optimizer.__dict__
+        if self._leaves_alone("state") and "state" in own:  # it zeroes gradients, say
+            self._dicts(path, [d for k, d in own.items() if type(d) in (dict, OrderedDict) and k != "state"])
+            self._hold(containers.without(path, own, "state"))
+            self._items(path, {k: x for k, x in own.items() if k != "state"})
+            self._seen.add(identity(own["state"]))
+            self._param_groups(path, optimizer)
+            return
         room = room_of(optimizer)
         if room is not None and any(identity(state) in self._put for state in own["state"].values()):
             room = None
         self._dicts(path, [d for k, d in own.items() if type(d) in (dict, OrderedDict) and not (room and k == "state")])
         self._hold(containers.dictionary(path, own) if room is None else containers.without(path, own, "state"))
         self._items(path, own)
-        self._is_group(groups)
-        if isinstance(groups, list):
-            self._hold(containers.ordered(f"{path}.param_groups", groups))
+        self._param_groups(path, optimizer)
         outer = optimizer.state if room is None else own["state"]
         self._seen.add(identity(outer))
         if room is None:
@@ -510,9 +515,6 @@ class Objects:
         else:
             self._hold(containers.nested(f"{path}.state", own, "state", room))
             self._items(f"{path}.state", outer)
-        self._class_of(type(optimizer))
-        for i, group in enumerate(groups):
-            self._group(f"{path}.param_groups[{i}]", group)
         # One dictionary a parameter. Where nobody hears when a momentum is replaced by hand, all are looked at each time.
         states = [state for state in outer.values() if isinstance(state, dict)]
         if room is None:
@@ -524,6 +526,22 @@ class Objects:
             kept_there = [x for x in state.values() if isinstance(x, torch.Tensor) and type(x) is not torch.nn.Parameter]
             self.remembered |= {identity(x): room for t in kept_there for x in (t, *parts(t))}
             self._items(f"{path}.state", state)
+
+    def _param_groups(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        self._is_group(groups)
+        if isinstance(groups, list):
+            self._hold(containers.ordered(f"{path}.param_groups", groups))
+        self._class_of(type(optimizer))
+        for i, group in enumerate(groups):
+            self._group(f"{path}.param_groups[{i}]", group)
+
+    def _leaves_alone(self, attribute: str) -> bool:
+        """Whether the code that ran, torch's own included, reads no attribute of this name."""
+        ran = self._ran
+        if ran is None or self._any_attribute or ran.packages_look_around:
+            return False
+        return not (self._named_otherwise(attribute) or ran.names(attribute, of_module=True))
 
     def _shards(self, path: str, thing: object) -> None:
         """An object of `fully_shard`'s, and all that it leads to."""

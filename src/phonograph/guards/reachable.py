@@ -180,7 +180,8 @@ class Reach(Objects):
         arguments = [Put(str(name), of, name) for of, name in carried.places()]
         tables = any(h.contents is not None and type(h.contents.now()) in TABLES for h in self.holders)
         noted = ran.reads is not None and any(map(ran.reads.knows, {*map(type, self._objects)}))
-        narrows = self._selected or noted or tables or any(map(has_more, self.modules)) or any(self._kinds.values())
+        states = self.optimizers and not ran.names("state", of_module=True)
+        narrows = self._selected or noted or tables or any(map(has_more, self.modules)) or any(self._kinds.values()) or states
         if not (left.paths or arguments or narrows):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
@@ -661,12 +662,7 @@ class Reach(Objects):
 
     def _is_unread(self, name: str, value: object) -> bool:
         """Whether nothing that ran can have read this attribute of a class."""
-        ran = self._ran
-        if ran is None or type(value) not in LEAVES or name.startswith("__"):
-            return False
-        if self._any_attribute or ran.packages_look_around:
-            return False
-        return not (self._named_otherwise(name) or ran.names(name, of_module=True))
+        return type(value) in LEAVES and not name.startswith("__") and self._leaves_alone(name)
 
 
 def _kinds(odd: list[tuple[str, torch.Tensor]]) -> Holder:

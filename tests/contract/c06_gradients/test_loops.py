@@ -250,3 +250,56 @@ def test_c06_an_optimizer_for_each_weight_that_steps_in_the_backward(device, way
     twins = Twins(device, way, SGD, loop)
     twins.train(*range(8))
     twins.assert_recorded(5)
+
+
+@pytest.mark.parametrize("kind", ["L-BFGS", "Adam"])
+def test_c09_c15_a_closure_that_zeroes_gradients_does_not_read_the_optimizers_state(device, kind):
+    """Of which L-BFGS puts new tensors and lists into it in each step, and may have others loaded."""
+
+    def losses(record):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+        x = torch.linspace(-1, 1, 30, device=device)
+        made = {"L-BFGS": lambda w: torch.optim.LBFGS(w, lr=0.5, max_iter=4), "Adam": lambda w: torch.optim.Adam(w, lr=0.01)}
+        optimizer, found = made[kind](net.parameters()), []
+
+        @record
+        def closure():
+            optimizer.zero_grad()
+            loss = (net(x.view(10, 3)) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        for n in range(30):
+            found.append(float(optimizer.step(closure)))
+            if n % 10 == 5:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return found, closure
+
+    (live, _), (found, closure) = losses(lambda f: f), losses(lambda f: pg.record(f, keep="always"))
+    assert found == live
+    assert pg.stats(closure).recorded <= 4, pg.explain(closure)  # other groups are loaded as well
+    assert pg.stats(closure).replayed >= 25, pg.explain(closure)
+
+
+@pytest.mark.parametrize("way", ["named", "computed", "from a helper's dictionary"])
+def test_c09_a_closure_that_reads_the_optimizers_state_is_told_of_another(device, way):
+    weight = nn.Parameter(torch.ones(3, device=device))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    known, attribute = {"state": optimizer.state}, "state"
+
+    @pg.record
+    def closure(x):
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        state = optimizer.state if way == "named" else getattr(optimizer, attribute) if way == "computed" else known[attribute]
+        return x * state[weight]["momentum_buffer"].sum()
+
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for n in range(24):
+        state = optimizer.state[weight]
+        if n % 6 == 5:
+            state["momentum_buffer"] = torch.full_like(weight, n)
+        x = torch.full((3,), float(n), device=device)
+        assert torch.equal(closure(x), x * state["momentum_buffer"].sum())
