@@ -252,6 +252,7 @@ def test_c06_an_optimizer_for_each_weight_that_steps_in_the_backward(device, way
     twins.assert_recorded(5)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # L-BFGS does
 @pytest.mark.parametrize("kind", ["L-BFGS", "Adam"])
 def test_c09_c15_a_closure_that_zeroes_gradients_does_not_read_the_optimizers_state(device, kind):
     """Of which L-BFGS puts new tensors and lists into it in each step, and may have others loaded."""
