@@ -145,10 +145,13 @@ def _recorded(watch: ControlFlow, cond_fn: Callable[..., Thing], body_fn: Callab
         return found
 
     def turn(state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found = apart(_given(body_fn, first.whole(state)), ())
+        given = _given(body_fn, first.whole(state))
+        found = apart(given, ())
         if not first.alike(found):
+            alone = isinstance(given, torch.Tensor) and len(first.tensors) == 1
+            remedy = "return a tuple of one, (x,), as the state is" if alone else "keep in tensors what changes"
             raise watch.located(Refusal("returns another state from a loop's body than it was given: of another structure, or "
-                                        "with other values that are no tensors", "keep in tensors what changes"))  # fmt: skip
+                                        "with other values that are no tensors", remedy))  # fmt: skip
         return found.tensors
 
     roots = [("cond_fn", cond_fn), ("body_fn", body_fn)]

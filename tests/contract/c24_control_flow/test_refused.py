@@ -297,6 +297,13 @@ def test_c24_a_tensor_from_outside_as_the_next_state(device):
     assert_runs_live(plain(f), flips(device), "pass it as an operand")
 
 
+def test_c24_a_body_that_returns_the_tensor_alone(device):
+    def f(x):
+        return pg.while_loop(lambda x: x.sum() < 20, lambda x: x + 1, (x,))
+
+    assert_runs_live(plain(f), [(ramp(device, 4, start=n),) for n in range(4)], "return a tuple of one, (x,)")
+
+
 def test_c24_a_number_that_each_turn_changes(device):
     def f(x, p):
         return pg.while_loop(lambda i, a: a.sum() < 50, lambda i, a: (i + 1, a + 1), (0, x))
