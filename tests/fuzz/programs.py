@@ -484,17 +484,19 @@ def interpret(function: Function, state: State, inputs: tuple[torch.Tensor, ...]
     values = [*inputs, inputs[0] * scalar, state.vector, state.matrix, state.total]
     streams = _streams(inputs[0].device) if any(i.stream for i in function.instructions) else ()
     before = 0
-    for op, a, b, k, stream in function.instructions:
-        if not streams:
-            result = OPS[op](state, values[a % len(values)], values[b % len(values)], k)
-        else:
-            _follow(streams[stream], streams[before])
-            before = stream
-            with torch.cuda.stream(streams[stream]):
+    try:
+        for op, a, b, k, stream in function.instructions:
+            if not streams:
                 result = OPS[op](state, values[a % len(values)], values[b % len(values)], k)
-        values.append(result if result.numel() <= MAX_ELEMENTS else result.flatten()[:MAX_ELEMENTS])
-    if streams:
-        _follow(streams[0], streams[before])
+            else:
+                _follow(streams[stream], streams[before])
+                before = stream
+                with torch.cuda.stream(streams[stream]):
+                    result = OPS[op](state, values[a % len(values)], values[b % len(values)], k)
+            values.append(result if result.numel() <= MAX_ELEMENTS else result.flatten()[:MAX_ELEMENTS])
+    finally:  # also where an operator raises: what comes next, on the first, looks at what the others have written
+        if streams:
+            _follow(streams[0], streams[before])
     results = [values[i % len(values)] for i in function.returns]
     return FORMS[function.form](results)
 

@@ -37,6 +37,7 @@ from ..errors import Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
 from ..guards.carried_state import Carried, Carries
+from ..guards.fed_gradients import hands_on
 from ..guards.followed_numbers import guarding
 from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
@@ -186,8 +187,8 @@ class DryRun:
         returned = self._returned(result, effects, arguments.built)
         result = returned.leaves
         fed = self._prepared.grads.fed
-        if fed is not None and not fed.storages().isdisjoint(storage_id(t) for t in _tensors_in(result) if has_memory(t)):
-            raise Refusal("hands on a gradient that an earlier call has left", "clone it")
+        if fed is not None and not fed.storages.isdisjoint(storage_id(t) for t in _tensors_in(result) if has_memory(t)):
+            raise hands_on()
         numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         if any(ref() is not None for ref in watch.numerals or ()):
             raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")

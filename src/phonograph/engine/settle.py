@@ -120,7 +120,9 @@ class Settlement:
             raise Refusal("has a part that runs live, and gradients that lie elsewhere in each call",
                           "zero_grad(set_to_none=False), which leaves them in place")  # fmt: skip
         looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
-        grads.settle(captured.watch.touched, captured.watch.written.keys(), looks, reads)
+        handed_on = {storage_id(t) for t in captured.result if isinstance(t, torch.Tensor) and has_memory(t)}
+        watch = captured.watch
+        grads.settle(watch.touched | handed_on, watch.written.keys(), watch.outside, looks, reads)
 
     def _planned(self) -> tuple[Output, ...]:
         """How each leaf of the result is handed out."""

@@ -11,24 +11,26 @@ have such a gradient when a replay begins: but the recording that has made it, w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from .._torch.dynamic import Thing
 from .._torch.tensors import copy_all, has_memory, storage_id
+from ..errors import Refusal
 from ..python.identity import identity
+from ..values.tensor_subclasses import storages
 from .attribute_epochs import gradient, nobody_has
 from .tensor_states import alike, hook_values
 
-__all__ = ["FedGradients", "Maker", "made_by"]
+__all__ = ["FedGradients", "Maker", "hands_on", "made_by"]
 
 
 class Maker(Protocol):
     """Of gradients: a recording, which has them as well."""
 
-    def held(self) -> bool: ...
+    def alone(self) -> bool: ...
 
 
 _makers: weakref.WeakValueDictionary[int, Maker] = weakref.WeakValueDictionary()
@@ -39,6 +41,11 @@ def made_by(maker: Maker, created: Sequence[torch.Tensor]) -> None:
     _makers.update({identity(g): maker for g in created})
 
 
+def hands_on() -> Refusal:
+    """A gradient that was found would be there by another name, or with more than its values."""
+    return Refusal("hands on a gradient that an earlier call has left", "clone it")
+
+
 class FedGradients:
     """Those of some parameters, for one recording."""
 
@@ -47,6 +54,7 @@ class FedGradients:
         there: dict[int, torch.Tensor] = {} if within is None else within._slots
         self._owners = [p for p in parameters if _may_be_fed(p) and _is_alone(p)]
         self._slots: dict[int, torch.Tensor] = {identity(p): there.get(identity(p), _slot(gradient(p))) for p in self._owners}
+        self.storages = {*map(storage_id, self._slots.values())}
         self._read: list[torch.Tensor] = []  # whose gradients the call reads
         self._left: list[torch.Tensor] = []  # in whose gradients it leaves something
         self._are_such: Callable[[list[torch.Tensor]], bool] = bool
@@ -63,9 +71,18 @@ class FedGradients:
                     slot.copy_(found)
                     p.grad = slot
 
-    def storages(self) -> set[int]:
-        """Those of the slots."""
-        return {*map(storage_id, self._slots.values())}
+    def check(self, left: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """The call has `left` these gradients.
+
+        Raises:
+            Refusal: a slot is found elsewhere than in its place, or with what a gradient has not that is copied.
+        """
+        for p, g in left:
+            if g is not None and g is not self.slot(p) and not self.storages.isdisjoint(storages(g)):
+                raise hands_on()
+        for slot in self._slots.values():
+            if storage_id(slot) not in self.storages or slot.__dict__ or hook_values(slot):
+                raise hands_on()
 
     def settle(self, p: torch.Tensor, leaves: bool) -> None:
         """The call reads the gradient of this parameter, and perhaps `leaves` it there with something else in it."""
@@ -122,4 +139,4 @@ def _slot(g: Thing) -> torch.Tensor:
 def _is_alone(p: torch.Tensor) -> bool:
     """Whether nobody has the gradient of this parameter but the parameter, and the recording that has made it."""
     maker = _makers.get(identity(gradient(p)))
-    return not maker.held() if maker is not None else nobody_has([*map(gradient, [p])])
+    return maker.alone() if maker is not None else nobody_has([*map(gradient, [p])])

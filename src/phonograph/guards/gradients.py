@@ -14,6 +14,7 @@ import torch
 from .._torch.autograd import bump
 from .._torch.dynamic import Thing
 from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_id, use_count
+from ..errors import Refusal
 from ..python.identity import identity
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
 from .attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
@@ -33,6 +34,7 @@ class _Kept:
 
     def __init__(self, grad: torch.Tensor) -> None:
         self._grad = grad
+        self._data = grad.detach() if has_memory(grad) else None
         self.storages = frozenset(storages(grad))
 
     def __call__(self) -> torch.Tensor:
@@ -40,6 +42,10 @@ class _Kept:
 
     def again(self) -> torch.Tensor:
         return self._grad
+
+    def data(self) -> torch.Tensor | None:
+        """What was its memory, should it have been given other (`p.grad.data = …`)."""
+        return self._data
 
 
 class _Ghosts:
@@ -73,6 +79,12 @@ def _from_before(grad: torch.Tensor, outlives: Callable[[torch.Tensor], object])
     return _Kept(grad)
 
 
+def _lies_elsewhere(kept: Thing) -> bool:
+    """Whether a gradient from before the call is still there, on other memory."""
+    g = None if kept is None else kept()
+    return g is not None and has_memory(g) and kept.storages.isdisjoint(storages(g))
+
+
 _NOTHING = {None}
 
 
@@ -90,6 +102,7 @@ class _Some:
         self.created: list[torch.Tensor] = []
         self.owners: list[torch.Tensor] = []
         self._plain = False
+        self.outside: Set[int] = frozenset()  # storages that were there before the call: it may have put some in place
         self.storages: list[int] = []
         self._parts: list[torch.Tensor] = []  # of which those that it created are made
         self._objects: list[torch.Tensor] = []
@@ -115,7 +128,6 @@ class _Some:
         self._plain = all(map(is_ordinary, self.involved))
         self._parts = parts_of_all(self.created)
         self._objects = [*{identity(t): t for t in (*self.created, *self._parts)}.values()]
-        made_by(self, self.created)
         self.storages = [t.untyped_storage()._cdata for t in self._parts]
         self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
         self._lying = list(map(address, self._parts))
@@ -125,6 +137,7 @@ class _Some:
         self._alone = self._count()
         for p, g in zip(self.owners, self.created, strict=True):
             p.grad = g
+        made_by(self, [g for g in self.created if is_ordinary(g) and storage_id(g) not in self.outside])
 
     def close(self) -> None:
         self.behind, self._fitted, self._unheld, self._stood = False, None, None, None
@@ -161,6 +174,10 @@ class _Some:
             for counts, standings, alones, of in zip(now, self._standing, self._alone, stands, strict=True)
             for count, standing, alone, there in zip(counts, standings, alones, of, strict=True)
         )
+
+    def alone(self) -> bool:
+        """Whether nobody else has one of those that the call created, and they are where it has made them."""
+        return [*map(address, self._parts)] == self._lying and not self.held()
 
     def ready(self) -> bool:
         """Whether they fit, and nobody holds one."""
@@ -269,7 +286,10 @@ class Grads:
         for p, kept in zip(self.parameters, self._before, strict=True):
             if kept is None:
                 p.grad = None
-            elif kept() is None or p.grad is not kept():
+                continue
+            if _lies_elsewhere(kept):
+                kept().data = kept.data()
+            if kept() is None or p.grad is not kept():
                 p.grad = kept.again()
 
     def keep(self) -> None:
@@ -280,10 +300,18 @@ class Grads:
         """What becomes of gradients during the capture, other threads do."""
         self.parameters, self._before = [], []
 
-    def settle(self, touched: Set[int], written: Set[int], looks: bool, reads: bool) -> None:
-        """The call has been captured: note what it left, and what it needs. `touched` are the storages outside that an
-        operator of the call read, `written` those that it wrote. Its code may decide by whether a gradient is there (`looks`),
-        and look at one that is (`reads`)."""
+    def settle(self, touched: Set[int], written: Set[int], outside: Set[int], looks: bool, reads: bool) -> None:
+        """The call has been captured: note what it left, and what it needs. `touched` are the storages that an operator of the
+        call read, of those `outside`, and `written` those that it wrote. Its code may decide by whether a gradient is there
+        (`looks`), and look at one that is (`reads`).
+
+        Raises:
+            Refusal: it leaves gradients as no replay can.
+        """
+        if self.fed is not None:
+            self.fed.check(zip(self.parameters, self.read(), strict=True))
+        if any(map(_lies_elsewhere, self._before)):
+            raise Refusal("gives a gradient other memory (p.grad.data = …)", "write it in place: p.grad.copy_(…)")
         told, others = _Some(), _Some()
         found: dict[_Some, list[torch.Tensor]] = {told: [], others: []}
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
@@ -313,6 +341,7 @@ class Grads:
             (told if may_have_door(p) else others).absent.append(p)
         for some, those in found.items():
             some.are_such = like(those) if all(map(is_ordinary, those)) else with_parts_like(those)
+        told.outside = others.outside = outside
         self._all, self._as_captured = [some for some in (told, others) if some.involved], True
         if self.fed is not None:
             self.fed = self.fed if self.fed.seal() else None

@@ -311,3 +311,154 @@ def test_c17_slots_go_with_the_recording(device):
     pg.reset(gan.step)
     gc.collect()
     assert not any(ref() is not None for ref in slots)
+
+
+def pair(device):
+    return [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+
+
+def numbers(device, n):
+    return (ramp(device, 3, start=n) % 7 - 3) / 4
+
+
+def gives_another_its_gradient(record, device):
+    """As A3C does, and master weights of the same type."""
+    (a, b), found = pair(device), []
+    b.grad = torch.zeros_like(b)
+
+    @record
+    def step():
+        s = (a.grad * b.grad).sum()
+        b.grad = a.grad
+        return s
+
+    for n in range(30):
+        a.grad = numbers(device, n)
+        found.append(step())
+        a.grad.mul_(0.5)
+        found += copies([b.grad])
+    return found
+
+
+def exchanges(record, device):
+    (a, b), found = pair(device), []
+    optimizer = torch.optim.SGD([a, b], lr=0.1)
+
+    @record
+    def step():
+        optimizer.step()
+        a.grad, b.grad = b.grad, a.grad
+
+    for n in range(30):
+        a.grad, b.grad = numbers(device, n), numbers(device, 3 * n)
+        step()
+        found += copies([a, b, a.grad, b.grad])
+    return found
+
+
+def gives_a_view(record, device):
+    (a, b), found = pair(device), []
+
+    @record
+    def step():
+        a.grad.mul_(2)
+        b.grad = a.grad.view(3)
+
+    for n in range(30):
+        a.grad = numbers(device, n)
+        step()
+        a.grad.add_(1)
+        found += copies([a.grad, b.grad])
+    return found
+
+
+def lies_in_a_buffer(record, device):
+    (p, _), found, buffer = pair(device), [], torch.zeros(3, device=device)
+
+    @record
+    def makes(x):
+        p.grad = None
+        (p * x).sum().backward()
+
+    @record
+    def adds(x):
+        (p * x).sum().backward()
+        return buffer.norm()
+
+    for n in range(60):
+        if n < 14:
+            p.grad = torch.full_like(p, 0.1 * n)
+        else:
+            makes(numbers(device, n))
+            if n % 3 == 0:
+                p.grad.data = buffer
+        found.append(adds(numbers(device, 2 * n)))
+    return found
+
+
+def puts_a_view_of_a_buffer(record, device):
+    (p, _), found, flat = pair(device), [], torch.zeros(3, device=device)
+
+    @record
+    def prepare():
+        flat.zero_()
+        p.grad = flat.view(3)
+
+    @record
+    def step(x):
+        (p * x).sum().backward()
+        return flat.norm()
+
+    for n in range(60):
+        if n < 14 or n % 7 == 3:
+            p.grad = torch.full_like(p, 0.1 * n)
+        elif n % 2:
+            prepare()
+        found.append(step(numbers(device, n)))
+    return found
+
+
+def gives_it_other_memory(record, device):
+    (p, q), found = pair(device), []
+
+    @record
+    def step():
+        p.grad.data = p.grad.data * 2
+
+    @record
+    def of_another():
+        p.grad.mul_(2)
+        q.grad.data = p.grad
+
+    for n in range(30):
+        p.grad, q.grad = numbers(device, n), numbers(device, 2 * n)
+        step()
+        found += copies([p.grad])
+        of_another()
+        found += copies([p.grad, q.grad])
+    return found
+
+
+def only_returns_it(record, device):
+    (p, q), found = pair(device), []
+
+    @record
+    def gradients():
+        return [t.grad for t in (p, q)]
+
+    for n in range(30):
+        p.grad, q.grad = numbers(device, n), numbers(device, 2 * n)
+        found += copies(gradients())
+    return found
+
+
+NAMES = [gives_another_its_gradient, exchanges, gives_a_view, lies_in_a_buffer, puts_a_view_of_a_buffer, gives_it_other_memory,
+         only_returns_it]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", NAMES, ids=lambda f: f.__name__)
+def test_c06_gradients_by_two_names_and_on_other_memory(device, program):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        live, ours = program(lambda f: f, device), program(partial(pg.record, keep="always"), device)
+    same(live, ours)

@@ -73,10 +73,14 @@ class _Ghost:
         if alive is not None:
             return alive
         with torch.no_grad():
-            found = self._spot.tensor().clone()
+            found = self.data()
             for made in self._lazy:
                 found = made(found)
             return found
+
+    def data(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self._spot.tensor().clone()
 
 
 class CudaDevice:
