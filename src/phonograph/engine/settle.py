@@ -122,7 +122,7 @@ class Settlement:
         looks, reads = reach.looks_at_gradients or named, reach.mentions.reads_gradients or named
         handed_on = {storage_id(t) for t in captured.result if isinstance(t, torch.Tensor) and has_memory(t)}
         watch = captured.watch
-        grads.settle(watch.touched | handed_on, watch.written.keys(), watch.outside, looks, reads)
+        grads.settle(watch.touched, handed_on, watch.written.keys(), watch.outside, looks, reads)
 
     def _planned(self) -> tuple[Output, ...]:
         """How each leaf of the result is handed out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import cycle
@@ -86,6 +87,7 @@ def _lies_elsewhere(kept: Thing) -> bool:
 
 
 _NOTHING = {None}
+_LOOKS, _PAUSE = 4, 2e-4  # at whether somebody holds a gradient; seconds between them
 
 
 class _Some:
@@ -300,10 +302,12 @@ class Grads:
         """What becomes of gradients during the capture, other threads do."""
         self.parameters, self._before = [], []
 
-    def settle(self, touched: Set[int], written: Set[int], outside: Set[int], looks: bool, reads: bool) -> None:
+    def settle(
+        self, touched: Set[int], handed_on: Set[int], written: Set[int], outside: Set[int], looks: bool, reads: bool
+    ) -> None:
         """The call has been captured: note what it left, and what it needs. `touched` are the storages that an operator of the
-        call read, of those `outside`, and `written` those that it wrote. Its code may decide by whether a gradient is there
-        (`looks`), and look at one that is (`reads`).
+        call read, of those `outside`; `written` those that it wrote; `handed_on` those of its results. Its code may decide by
+        whether a gradient is there (`looks`), and look at one that is (`reads`).
 
         Raises:
             Refusal: it leaves gradients as no replay can.
@@ -330,7 +334,7 @@ class Grads:
                     self.fed.settle(p, leaves=after is before and key in written)  # type: ignore[union-attr]
                 elif reads:
                     some.some.append(p)
-            elif not touched.isdisjoint(kept.storages):
+            elif not touched.isdisjoint(kept.storages) or (before is not None and not handed_on.isdisjoint(kept.storages)):
                 some.readers.append(p)
                 found[some].append(kept.again())
                 if not written.isdisjoint(kept.storages) and after is before:
@@ -375,8 +379,13 @@ class Grads:
         self._given = frozenset(storages)
 
     def held(self) -> bool:
-        """Whether anybody else holds a gradient that the recording rewrites."""
-        return any(some.held() for some in self._all)
+        """Whether anybody else holds a gradient that the recording rewrites. Another thread (autograd's) may be about to let go
+        of what it has had in hand: it gets the time to."""
+        for _ in range(_LOOKS):
+            if not any(some.held() for some in self._all):
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def fit(self) -> bool:
         """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did."""

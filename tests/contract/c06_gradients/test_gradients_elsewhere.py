@@ -4,6 +4,7 @@ another function has: a GAN's discriminator, the critics of an actor, what user 
 import gc
 import warnings
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
+from phonograph.guards import gradients
 from tests.helpers import ramp
 
 OPTIMIZERS = {
@@ -462,3 +464,22 @@ def test_c06_gradients_by_two_names_and_on_other_memory(device, program):
         warnings.simplefilter("ignore", pg.RunsLive)
         live, ours = program(lambda f: f, device), program(partial(pg.record, keep="always"), device)
     same(live, ours)
+
+
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_c06_c15_a_gradient_that_another_thread_lets_go_of_meanwhile(device, monkeypatch, lets_go):
+    """As autograd's may, which has just added to it: the call gives it the time, and is replayed."""
+    net, hands = nn.Linear(3, 2).to(device), []
+
+    @pg.record
+    def step(x):
+        net.zero_grad()
+        net(x).sum().backward()
+
+    for n in range(4):
+        step(ramp(device, 3, start=n).view(1, 3))
+    monkeypatch.setattr(gradients.time, "sleep", lambda _: hands.clear() if lets_go else None)
+    hands.append(net.weight.grad)
+    with nullcontext() if lets_go else pytest.warns(pg.RunsLive, match="a gradient of an earlier call is held"):
+        step(ramp(device, 3).view(1, 3))
+    assert pg.stats(step).live == (1 if lets_go else 2)
