@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(PrivatePool, "nbytes", 100 * MIB)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = object.__new__(CudaDevice)
-    stream: Any = SimpleNamespace(reads=[], on=nullcontext)
+    stream: Any = SimpleNamespace(reads=[], in_turn=nullcontext)
     made.pool, made._held_up, made._memory = Pool(torch.device("cpu")), False, PrivatePool(0, stream)
     made._memory._unsettled = made._memory._spans = Spans([(1 << 12, 1 << 12)])  # of the pool that there is
     made._warm_ups = WarmUps(stream, made._memory, made.pool)

@@ -34,17 +34,7 @@ from .._torch.modes import ASKS_NO_SUBCLASS
 from .._torch.tensors import TensorBase, is_ordinary, owners, use_count
 from ..python.identity import identity
 
-__all__ = [
-    "Door",
-    "Room",
-    "gradient",
-    "gradients",
-    "has_gradient_door",
-    "may_have_door",
-    "nobody_has",
-    "room_of",
-    "states",
-]
+__all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "may_have_door", "nobody_has", "room_of", "states"]
 
 _numbers = count(1)  # none comes twice: two threads that count at one time still leave another one than was there
 

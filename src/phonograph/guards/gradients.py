@@ -271,6 +271,7 @@ class Grads:
         self._all: list[_Some] = []
         self._as_captured = False  # what the call has left stands there, and not what it has found
         self._sealed = False
+        self._was_held = False
 
     @property
     def written(self) -> bool:
@@ -380,12 +381,16 @@ class Grads:
 
     def held(self) -> bool:
         """Whether anybody else holds a gradient that the recording rewrites. Another thread (autograd's) may be about to let go
-        of what it has had in hand: it gets the time to."""
-        for _ in range(_LOOKS):
-            if not any(some.held() for some in self._all):
-                return False
+        of what it has had in hand: it gets the time to, once."""
+        looks = 0
+        while any(some.held() for some in self._all):
+            if self._was_held or looks == _LOOKS:
+                self._was_held = True
+                return True
             time.sleep(_PAUSE)
-        return True
+            looks += 1
+        self._was_held = False
+        return False
 
     def fit(self) -> bool:
         """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did."""

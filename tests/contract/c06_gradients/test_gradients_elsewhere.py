@@ -478,8 +478,13 @@ def test_c06_c15_a_gradient_that_another_thread_lets_go_of_meanwhile(device, mon
 
     for n in range(4):
         step(ramp(device, 3, start=n).view(1, 3))
-    monkeypatch.setattr(gradients.time, "sleep", lambda _: hands.clear() if lets_go else None)
+    pauses = []
+    monkeypatch.setattr(gradients.time, "sleep", lambda _: (pauses.append(1), hands.clear() if lets_go else None))
     hands.append(net.weight.grad)
     with nullcontext() if lets_go else pytest.warns(pg.RunsLive, match="a gradient of an earlier call is held"):
         step(ramp(device, 3).view(1, 3))
     assert pg.stats(step).live == (1 if lets_go else 2)
+    paused = len(pauses)
+    net.weight.grad = hands[0] if hands else net.weight.grad
+    step(ramp(device, 3).view(1, 3))
+    assert len(pauses) == paused > 0, "a call that runs live waits for nobody again"

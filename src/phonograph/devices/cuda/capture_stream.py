@@ -64,6 +64,10 @@ class CaptureStream:
             finally:
                 outer.wait_stream(self.stream)
 
+    def in_turn(self) -> AbstractContextManager[object]:
+        """The same for a capture of nothing. (One of somebody else's that is going on here must not hear of it.)"""
+        return torch.cuda.stream(self.stream) if torch.cuda.is_current_stream_capturing() else self.on()
+
     def _serve(self) -> torch.cuda.Stream:
         """The current stream, on which something is going to be given out."""
         stream = raw_stream(self.index)

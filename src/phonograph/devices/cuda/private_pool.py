@@ -29,7 +29,7 @@ _ALONE = 2  # references to what only one attribute has, seen by who counts them
 
 
 class _Anchor:
-    """Keeps a graph pool's memory: an empty graph captured in it. It is made inside `CaptureStream.on`: where a capture begins,
+    """Keeps a graph pool's memory: an empty graph captured in it. It is made `in_turn` (`CaptureStream`): where a capture begins,
     torch writes an offset of 0 to where all graphs read how far the generator is, so that no replay may be under way.
 
     The allocator frees a pool when its last graph is gone, and refuses a handle that was once freed.
@@ -54,7 +54,7 @@ class PrivatePool:
     def __init__(self, index: int, stream: CaptureStream) -> None:
         self.index = index
         self._stream = stream
-        with stream.on():
+        with stream.in_turn():
             self.anchor = _Anchor()
         self._spans = Spans()  # its memory after the last warm-up
         self._unsettled = Spans()  # what captures have allocated in it that have come to nothing
@@ -70,7 +70,7 @@ class PrivatePool:
 
     def begin_anew(self) -> None:
         """Captures take another pool from now on. The old one goes with its last recording."""
-        with self._stream.on():
+        with self._stream.in_turn():
             self.anchor, self._unsettled, self._spans = _Anchor(), Spans(), Spans()
 
     def look(self) -> None:
