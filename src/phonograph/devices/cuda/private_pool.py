@@ -29,8 +29,8 @@ _ALONE = 2  # references to what only one attribute has, seen by who counts them
 
 
 class _Anchor:
-    """Keeps a graph pool's memory: an empty graph captured in it. It is made `in_turn` (`CaptureStream`): where a capture begins,
-    torch writes an offset of 0 to where all graphs read how far the generator is, so that no replay may be under way.
+    """Keeps a graph pool's memory: an empty graph captured in it. It is made `in_turn` (`CaptureStream`): where a capture
+    begins, torch writes an offset of 0 to where all graphs read how far the generator is, so that no replay may be under way.
 
     The allocator frees a pool when its last graph is gone, and refuses a handle that was once freed.
 
