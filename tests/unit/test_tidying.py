@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +20,24 @@ from phonograph.memory.spans import Spans
 MIB = 1 << 20
 
 
+in_turn: list[bool] = []
+
+
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    in_turn.append(True)
+    try:
+        yield
+    finally:
+        in_turn.pop()
+
+
 class Anchor:
     workspace = None
     made = 0
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self) -> None:
+        assert in_turn, "what torch writes as a capture begins would meet a replay that is under way"
         self.needed = 0
         Anchor.made += 1
         self.number = Anchor.made
@@ -54,7 +68,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     monkeypatch.setattr(PrivatePool, "nbytes", 100 * MIB)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = object.__new__(CudaDevice)
-    stream: Any = SimpleNamespace(reads=[], in_turn=nullcontext)
+    stream: Any = SimpleNamespace(reads=[], in_turn=taking_turns)
     made.pool, made._held_up, made._memory = Pool(torch.device("cpu")), False, PrivatePool(0, stream)
     made._memory._unsettled = made._memory._spans = Spans([(1 << 12, 1 << 12)])  # of the pool that there is
     made._warm_ups = WarmUps(stream, made._memory, made.pool)

@@ -24,6 +24,8 @@ Handle = tuple[int, int]
 _NEEDED = ("_construct_storage_from_data_pointer", "_storage_Use_Count", "_increment_version", "_len_torch_dispatch_stack",
            "_len_torch_function_stack", "_AutoDispatchBelowAutograd", "_dispatch_has_kernel_for_dispatch_key")  # fmt: skip
 
+_NEEDED_OF_TENSORS = ("_use_count",)
+
 _NEEDED_ON_CUDA = ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateCurrentThreadToPool",
            "_cuda_endAllocateToPool", "_cuda_releasePool",
            "_cuda_cudaCachingAllocator_raw_alloc", "_cuda_cudaCachingAllocator_raw_delete", "_cuda_clearCublasWorkspaces",
@@ -33,7 +35,8 @@ _NEEDED_ON_CUDA = ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocat
 
 def missing(cuda: bool) -> list[str]:
     """Functions that this release of torch does not have."""
-    return [n for n in _NEEDED + _NEEDED_ON_CUDA * cuda if not hasattr(torch._C, n)]
+    of_tensors = [f"Tensor.{n}" for n in _NEEDED_OF_TENSORS if not hasattr(torch._C.TensorBase, n)]
+    return [n for n in _NEEDED + _NEEDED_ON_CUDA * cuda if not hasattr(torch._C, n)] + of_tensors
 
 
 def _c(name: str) -> Private:

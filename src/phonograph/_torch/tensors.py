@@ -49,9 +49,8 @@ use_count: Callable[[int], int] = _c("_storage_Use_Count")
 TensorBase: Private = torch._C.TensorBase
 """The class in C++ from which `torch.Tensor` inherits its attributes."""
 
-owners: Callable[[torch.Tensor], int] = getattr(TensorBase, "_use_count", lambda t: 0)
-"""How many owners a tensor has in C++: its Python object, a `.grad` that it stands in, a graph that has saved it. 0 where torch
-does not tell."""
+owners: Callable[[torch.Tensor], int] = getattr(TensorBase, "_use_count", None)  # type: ignore[assignment]
+"""How many owners a tensor has in C++: its Python object, a `.grad` that it stands in, a graph that has saved it."""
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 """A view that stands for the negative of its base, as `torch.conj` does for the conjugate."""

@@ -52,11 +52,16 @@ class FedGradients:
     def __init__(self, parameters: Sequence[torch.Tensor], within: FedGradients | None = None) -> None:
         """Of those parameters that have such a gradient now; with the same slots as `within` another."""
         there: dict[int, torch.Tensor] = {} if within is None else within._slots
-        self._owners = [p for p in parameters if _may_be_fed(p) and _is_alone(p)]
+        may = [p for p in parameters if _may_be_fed(p)]
+        makers, others = _makers_of(may)
+        apart = {identity(p) for p in others if not nobody_has([*map(gradient, [p])])}
+        apart |= {key for maker, keys in makers if not maker.alone() for key in keys}
+        self._owners = [p for p in may if identity(p) not in apart]
         self._slots: dict[int, torch.Tensor] = {identity(p): there.get(identity(p), _slot(gradient(p))) for p in self._owners}
         self.storages = {*map(storage_id, self._slots.values())}
-        self._read: list[torch.Tensor] = []  # whose gradients the call reads
-        self._left: list[torch.Tensor] = []  # in whose gradients it leaves something
+        # Those whose gradients the call reads, and those in whose gradients it leaves something.
+        self._read, self._left = list[torch.Tensor](), list[torch.Tensor]()
+        self._read_slots, self._left_slots = list[torch.Tensor](), list[torch.Tensor]()
         self._are_such: Callable[[list[torch.Tensor]], bool] = bool
 
     def slot(self, p: torch.Tensor) -> torch.Tensor | None:
@@ -86,17 +91,17 @@ class FedGradients:
 
     def settle(self, p: torch.Tensor, leaves: bool) -> None:
         """The call reads the gradient of this parameter, and perhaps `leaves` it there with something else in it."""
+        slot = self._slots[identity(p)]
         self._read.append(p)
+        self._read_slots.append(slot)
         if leaves:
             self._left.append(p)
+            self._left_slots.append(slot)
 
     def seal(self) -> bool:
         """The call has been captured: what a replay has to find is like the slots. Returns whether it reads any."""
-        self._are_such = alike(self._slots_of(self._read))
+        self._are_such = alike(self._read_slots)
         return bool(self._read)
-
-    def _slots_of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self._slots[identity(p)] for p in parameters]
 
     @property
     def writes(self) -> bool:
@@ -108,18 +113,19 @@ class FedGradients:
         if any(g is None for g in found) or not self._are_such(found):
             return False
         del found
-        return all(map(_is_alone, self._read))
+        makers, others = _makers_of(self._read)
+        return all(maker.alone() for maker, _ in makers) and nobody_has([*map(gradient, others)])
 
     def feed(self, found: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Before a replay, with the gradients that it has found."""
         with torch.no_grad():
-            copy_all(self._slots_of(self._read), [*map(found, self._read)])
+            copy_all(self._read_slots, [*map(found, self._read)])
 
     def take(self) -> None:
         """After a replay."""
         if self._left:
             with torch.no_grad():
-                copy_all([*map(gradient, self._left)], self._slots_of(self._left))
+                copy_all([*map(gradient, self._left)], self._left_slots)
 
 
 def _may_be_fed(p: torch.Tensor) -> bool:
@@ -136,7 +142,14 @@ def _slot(g: Thing) -> torch.Tensor:
         return torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device=g.device)
 
 
-def _is_alone(p: torch.Tensor) -> bool:
-    """Whether nobody has the gradient of this parameter but the parameter, and the recording that has made it."""
-    maker = _makers.get(identity(gradient(p)))
-    return maker.alone() if maker is not None else nobody_has([*map(gradient, [p])])
+def _makers_of(parameters: Sequence[torch.Tensor]) -> tuple[list[tuple[Maker, list[int]]], list[torch.Tensor]]:
+    """Who has made their gradients, each once, with the identities of the parameters; and those whose gradients nobody is known
+    to have made."""
+    makers, others = dict[int, tuple[Maker, list[int]]](), list[torch.Tensor]()
+    for p in parameters:
+        maker = _makers.get(identity(gradient(p)))
+        if maker is None:
+            others.append(p)
+        else:
+            makers.setdefault(identity(maker), (maker, []))[1].append(identity(p))
+    return [*makers.values()], others

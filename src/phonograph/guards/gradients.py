@@ -140,6 +140,7 @@ class _Some:
         for p, g in zip(self.owners, self.created, strict=True):
             p.grad = g
         made_by(self, [g for g in self.created if is_ordinary(g) and storage_id(g) not in self.outside])
+        self.outside = frozenset()
 
     def close(self) -> None:
         self.behind, self._fitted, self._unheld, self._stood = False, None, None, None
@@ -313,8 +314,9 @@ class Grads:
         Raises:
             Refusal: it leaves gradients as no replay can.
         """
-        if self.fed is not None:
-            self.fed.check(zip(self.parameters, self.read(), strict=True))
+        fed = self.fed
+        if fed is not None:
+            fed.check(zip(self.parameters, self.read(), strict=True))
         if any(map(_lies_elsewhere, self._before)):
             raise Refusal("gives a gradient other memory (p.grad.data = …)", "write it in place: p.grad.copy_(…)")
         told, others = _Some(), _Some()
@@ -322,7 +324,7 @@ class Grads:
         for p, kept, after in zip(self.parameters, self._before, self.read(), strict=True):
             some = told if may_have_door(p) else others
             before = None if kept is None else kept()
-            slot = None if self.fed is None else self.fed.slot(p)
+            slot = None if fed is None else fed.slot(p)
             if slot is not None and after is slot:
                 p.grad = after = before
             if before is not after or (kept is not None and before is None):
@@ -330,9 +332,9 @@ class Grads:
             if kept is None:
                 if after is not None or looks:
                     some.absent.append(p)
-            elif slot is not None:
+            elif fed is not None and slot is not None:
                 if (key := storage_id(slot)) in touched or key in written:
-                    self.fed.settle(p, leaves=after is before and key in written)  # type: ignore[union-attr]
+                    fed.settle(p, leaves=after is before and key in written)
                 elif reads:
                     some.some.append(p)
             elif not touched.isdisjoint(kept.storages) or (before is not None and not handed_on.isdisjoint(kept.storages)):
@@ -348,8 +350,8 @@ class Grads:
             some.are_such = like(those) if all(map(is_ordinary, those)) else with_parts_like(those)
         told.outside = others.outside = outside
         self._all, self._as_captured = [some for some in (told, others) if some.involved], True
-        if self.fed is not None:
-            self.fed = self.fed if self.fed.seal() else None
+        if fed is not None and not fed.seal():
+            self.fed = None
 
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created."""

@@ -488,3 +488,25 @@ def test_c06_c15_a_gradient_that_another_thread_lets_go_of_meanwhile(device, mon
     net.weight.grad = hands[0] if hands else net.weight.grad
     step(ramp(device, 3).view(1, 3))
     assert len(pauses) == paused > 0, "a call that runs live waits for nobody again"
+
+
+@pytest.mark.parametrize("layers", [3, 30])
+def test_c15_who_has_made_the_gradients_is_asked_once_a_replay(device, monkeypatch, layers):
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(device)
+
+    @partial(pg.record, keep="always")
+    def step(x):
+        net(x).square().mean().backward()
+        scale = net[0].weight.grad.norm()
+        net.zero_grad()
+        (net(x) * scale).mean().backward()
+
+    for n in range(12):
+        step(ramp(device, 3, start=n).view(1, 3))
+    asked, replayed, alone = [], pg.stats(step).replayed, gradients._Some.alone
+    monkeypatch.setattr(gradients._Some, "alone", lambda made: (asked.append(made), alone(made))[1])
+    for n in range(6):
+        step(ramp(device, 3, start=n).view(1, 3))
+    assert pg.stats(step).replayed == replayed + 6
+    assert 6 <= len(asked) <= 12

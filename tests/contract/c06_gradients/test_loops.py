@@ -283,24 +283,32 @@ def test_c09_c15_a_closure_that_zeroes_gradients_does_not_read_the_optimizers_st
     assert pg.stats(closure).replayed >= 25, pg.explain(closure)
 
 
-@pytest.mark.parametrize("way", ["named", "computed", "from a helper's dictionary"])
+@pytest.mark.parametrize("way", ["named", "computed", "in a table", "in a closure", "of one parameter"])
 def test_c09_a_closure_that_reads_the_optimizers_state_is_told_of_another(device, way):
+    """Also where no code that ran names it."""
     weight = nn.Parameter(torch.ones(3, device=device))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    known, attribute = {"state": optimizer.state}, "state"
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    table, momenta, inner, attribute = {"momenta": optimizer.state}, optimizer.state, optimizer.state[weight], "state"
+    ways = {
+        "named": lambda: optimizer.state[weight],
+        "computed": lambda: getattr(optimizer, attribute)[weight],
+        "in a table": lambda: table["momenta"][weight],
+        "in a closure": lambda: momenta[weight],
+        "of one parameter": lambda: inner,
+    }
+    of_weight = ways[way]
 
-    @pg.record
     def closure(x):
         optimizer.zero_grad()
         (weight * x).sum().backward()
-        state = optimizer.state if way == "named" else getattr(optimizer, attribute) if way == "computed" else known[attribute]
-        return x * state[weight]["momentum_buffer"].sum()
+        return x * of_weight()["momentum_buffer"].sum()
 
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
+    recorded = pg.record(closure, keep="always", audit=0)
     for n in range(24):
-        state = optimizer.state[weight]
         if n % 6 == 5:
-            state["momentum_buffer"] = torch.full_like(weight, n)
+            inner["momentum_buffer"] = torch.full_like(weight, n)
         x = torch.full((3,), float(n), device=device)
-        assert torch.equal(closure(x), x * state["momentum_buffer"].sum())
+        assert torch.equal(recorded(x), x * inner["momentum_buffer"].sum())
+    assert pg.stats(recorded).replayed >= 12, pg.explain(recorded)

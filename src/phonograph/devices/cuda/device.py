@@ -79,6 +79,7 @@ class _Ghost:
             return found
 
     def data(self) -> torch.Tensor:
+        """What was its memory, should it have been given other (`p.grad.data = …`)."""
         with torch.no_grad():
             return self._spot.tensor().clone()
 
