@@ -14,7 +14,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.guards import gradients
-from tests.helpers import ramp
+from tests.helpers import ramp, reasons
 
 OPTIMIZERS = {
     "SGD, momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -291,6 +291,8 @@ def test_c06_gradients_that_stay_where_others_have_put_them(device, returns):
         (function,) = both_ways(run)
     if returns == "nothing":
         assert pg.stats(function).replayed >= 20, pg.explain(function)
+    else:
+        assert "hands on a gradient that an earlier call has left" in reasons(function)
 
 
 @pytest.mark.parametrize("options", [{"audit": 1}, {"verify": 3}, {"fallback": "split"}], ids=str)
@@ -302,6 +304,33 @@ def test_c06_c10_such_steps_audited_verified_and_split(device, options):
         ours, gan = trained(device, OPTIMIZERS["Adam"], logs, partial(pg.record, **options))
     same(live, ours)
     assert "split" in options.values() or pg.stats(gan.step).replayed >= 20, pg.explain(gan.step)
+
+
+@pytest.mark.parametrize("bad", range(4, 14))
+def test_c12_a_first_replay_that_is_taken_back(bad):
+    """An operator raises on the CPU before it has written: the call runs live, and the next replay finds other gradients."""
+
+    def run(record):
+        torch.manual_seed(4)
+        words, found = nn.Embedding(5, 3), []
+
+        @record
+        def step(index):
+            words(index).square().sum().backward()
+            scale = words.weight.grad.norm()
+            words.zero_grad()
+            (words(index) * scale * 0.1).sum().backward()
+            return scale
+
+        for n in range(24):
+            try:
+                found += copies([step(torch.tensor([9 if n == bad else n % 5, 1]))])
+            except IndexError:
+                words.weight.grad = torch.full_like(words.weight, n)
+            found += copies([words.weight.grad])
+        return found, words
+
+    both_ways(run)
 
 
 def test_c17_slots_go_with_the_recording(device):
