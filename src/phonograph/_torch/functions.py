@@ -22,7 +22,9 @@ R = TypeVar("R")
 Handle = tuple[int, int]
 
 _NEEDED = ("_construct_storage_from_data_pointer", "_storage_Use_Count", "_increment_version", "_len_torch_dispatch_stack",
-           "_len_torch_function_stack", "_AutoDispatchBelowAutograd", "_dispatch_has_kernel_for_dispatch_key")  # fmt: skip
+           "_len_torch_function_stack", "_AutoDispatchBelowAutograd", "_dispatch_has_kernel_for_dispatch_key",
+           "_dispatch_tls_set_dispatch_key_excluded", "_dispatch_tls_is_dispatch_key_excluded",
+           "_dispatch_has_kernel")  # fmt: skip
 
 _NEEDED_OF_TENSORS = ("_use_count",)
 

@@ -24,9 +24,11 @@ __all__ = [
     "below_autograd",
     "default_device",
     "dispatch_modes",
+    "following_views",
     "function_modes",
     "is_batched",
     "is_traced",
+    "resolves_again",
     "transformed",
     "transforms_undone",
     "without_autocast",
@@ -52,6 +54,33 @@ ASKS_NO_SUBCLASS: object = torch._C._disabled_torch_function_impl
 
 without_modes: Callable[[], AbstractContextManager[object]] = _c("_DisableTorchDispatch")
 """A context in which operators are not shown to a `TorchDispatchMode`."""
+
+_exclude: Callable[[object, bool], None] = _c("_dispatch_tls_set_dispatch_key_excluded")
+_excluded: Callable[[object], bool] = _c("_dispatch_tls_is_dispatch_key_excluded")
+
+_RESOLVING = [torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor]
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+
+
+def resolves_again() -> None:
+    """For the rest of a `__torch_dispatch__`: let tensors that stand for others (conjugated, negated, known to be zero) be
+    resolved. Torch calls a mode with that switched off, as all that comes before modes: an operator that is called from there
+    takes such tensors of its own for plain memory, so that its numbers are wrong, or it reads where nothing is."""
+    for key in _RESOLVING:
+        _exclude(key, False)
+
+
+@contextmanager
+def following_views() -> Iterator[None]:
+    """Inside the block views of parameters require gradients in inference mode, as where no mode looks on: by that `matmul`
+    chooses its way."""
+    before = _excluded(_VIEWS)
+    _exclude(_VIEWS, False)
+    try:
+        yield
+    finally:
+        _exclude(_VIEWS, before)
+
 
 dispatch_modes: Callable[[], int] = _c("_len_torch_dispatch_stack")
 

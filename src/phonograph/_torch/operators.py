@@ -22,6 +22,7 @@ __all__ = [
     "OpOverloadPacket",
     "bindings",
     "calls_higher_order",
+    "calls_others",
     "carried_out",
     "insists_on_no_mode",
     "is_composite",
@@ -40,6 +41,15 @@ def bindings(name: str, *, out: bool) -> list[Callable[..., object]]:
 def is_composite(func: OpOverload) -> bool:
     """Whether an operator is made of others before autograd sees it."""
     return bool(_c("_dispatch_has_kernel_for_dispatch_key")(func.name(), "CompositeImplicitAutograd"))
+
+
+def calls_others(func: OpOverload) -> bool:
+    """Whether its code is for no kind of device in particular, and calls other operators; and torch notes nothing of it by
+    itself before that runs, as of what is a view or is written."""
+    name, has = func.name(), _c("_dispatch_has_kernel_for_dispatch_key")
+    if not _c("_dispatch_has_kernel")(name):
+        return False  # TorchScript's own
+    return (is_composite(func) or has(name, "CompositeExplicitAutograd")) and not has(name, "ADInplaceOrView")
 
 
 def is_higher_order(func: object) -> TypeGuard[HigherOrderOperator]:

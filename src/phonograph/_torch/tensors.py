@@ -26,6 +26,7 @@ __all__ = [
     "dict_version",
     "has_memory",
     "inner_names",
+    "is_freed",
     "is_ordinary",
     "is_shape",
     "is_valueless",
@@ -87,6 +88,14 @@ _is_zero: Callable[[torch.Tensor], bool] = getattr(torch._C.TensorBase, "_is_zer
 def is_ordinary(t: torch.Tensor) -> bool:
     """Whether it is of torch's own classes, whose memory is its own, if it has any."""
     return type(t) in _ORDINARY
+
+
+def is_freed(t: torch.Tensor) -> bool:
+    """Whether some of the memory in which a tensor's elements would lie was given back, as by `resize_(0)` of its storage."""
+    if not t.numel():
+        return False
+    last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.untyped_storage().nbytes() < (last + 1) * t.itemsize
 
 
 def storage_id(t: torch.Tensor) -> int:

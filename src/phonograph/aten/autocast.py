@@ -1,8 +1,12 @@
 """Autocast, as a setting of the process and within operators.
 
-Torch's own operators have their arguments cast before they run; what they do then is none of its business. An operator that
-somebody else has made is called as it is, and what its code calls is cast. But where a mode looks on that is told of each
-operator, as in a capture, torch has autocast off below: there, it has to be put on again for such code.
+Most of torch's own operators have their arguments cast before they run; what they do then is none of its business. Some are
+called as they are, and what their code calls is cast: so are those that somebody else has made. But where a mode looks on that
+is told of each operator, as in a capture, torch has autocast off below: there, it has to be put on again for such code.
+
+In inference mode, torch shows a mode operators whole that it takes apart otherwise. Each is what was called: if it has its
+arguments cast, it does so again, which changes nothing, and turns autocast off by itself. Elsewhere an operator may be a part
+of one that has turned it off, and nobody tells: only those are called under autocast that are a part of no such operator.
 """
 
 from __future__ import annotations
@@ -10,17 +14,20 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from .._torch.dynamic import Private, Reading
-from .._torch.modes import autocast_is_on
+from .._torch.modes import autocast_is_on, following_views
 from .operators import Meaning
 
 __all__ = ["USED_WHEN_ON", "Casts", "autocast", "set_autocast"]
 
 _KINDS = ("cpu", "cuda")
+# Operators that are not cast, and that call some which are.
+_CASTS = frozenset({"aten::_trilinear", "aten::linalg_polar", "aten::linalg_pinv", "aten::ldexp", "aten::mvlgamma"})
+_PART_OF_CAST = frozenset({"aten::linalg_pinv"})  # of `pinverse`, as well
 _USUAL = torch.bfloat16, torch.float16, True
 USED_WHEN_ON: tuple[Callable[[], object], ...] = (
     *(functools.partial(torch.get_autocast_dtype, kind) for kind in _KINDS), torch.is_autocast_cache_enabled
@@ -60,14 +67,25 @@ class Casts:
 
     def keep(self) -> bool:
         """Whether a weight that is cast now is cast once for as long as autocast is on."""
-        regions = self._regions.get(threading.get_ident()) or self._regions[self._thread]
-        kinds, cached = (regions[-1] if regions else self._outside) or ((), False)
+        kinds, cached = self._here() or ((), False)
         return bool(cached) and any(enabled for enabled, _ in kinds)
 
     def within(self, m: Meaning) -> tuple[object, ...]:
-        """As `autocast` says it, where this operator is called. (One that has its arguments cast turns it off by itself.)"""
-        if not m.others:
+        """As `autocast` says it, where this operator is called, if what it calls is cast. But no cast is kept: a replay would
+        have that of what a weight was before."""
+        if not (m.others or m.name in _CASTS or (m.calls and torch.is_inference_mode_enabled())):
             return ()
+        found = self._here()
+        return (found[0], False) if found else ()
+
+    def unclear(self, m: Meaning) -> bool:
+        """Whether nobody tells if what this operator calls is cast."""
+        if m.name not in _PART_OF_CAST or torch.is_inference_mode_enabled():
+            return False
+        kinds, _ = self._here() or ((), False)
+        return any(enabled for enabled, _ in kinds)
+
+    def _here(self) -> Reading:
         regions = self._regions.get(threading.get_ident()) or self._regions[self._thread]
         return regions[-1] if regions else self._outside
 
@@ -96,6 +114,14 @@ class Casts:
             yield
         finally:
             kind.__enter__, kind.__exit__ = begin, end
+
+    @classmethod
+    @contextmanager
+    def as_called(cls, m: Meaning, then: tuple[object, ...]) -> Iterator[None]:
+        """Inside the block what this operator calls goes its way as where no mode looks on, with autocast as it was `then`."""
+        views = m.calls and torch.is_inference_mode_enabled()
+        with following_views() if views else nullcontext(), cls.restored(then) if then else nullcontext():
+            yield
 
     @staticmethod
     @contextmanager

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._torch.dynamic import Args, Kwargs, Private
-from .._torch.operators import OpOverload
+from .._torch.operators import OpOverload, calls_others
 from ..errors import Refusal
 from ..memory.pool import dense
 from ..python.identity import identity
@@ -37,7 +37,8 @@ class Meaning(NamedTuple):
     numbers (`torch.tensor(2.0)`); those that `converts` may make integers of any size of floating-point numbers; `copies` are
     those that bring a tensor to another device. One that `communicates` does so with
     other ranks. What it is given to write may be given another size where it `resizes`. One
-    that is `plain` only reads tensors, and nothing else has to be known of it.
+    that is `plain` only reads tensors, and nothing else has to be known of it. What one `calls` are
+    operators as well, which may go by modes.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Meaning(NamedTuple):
     copies: bool
     resizes: bool
     plain: bool
+    calls: bool
 
 
 # Batch norm writes its running statistics; these older overloads do not say so. (The first three consist of others, and are
@@ -177,6 +179,7 @@ def _meaning(func: OpOverload) -> Meaning:
         copies=schema.name in _COPIES,
         resizes=bool(named) and (not compiled or any(map(_may_be_resized, schema.arguments))),
         plain=not (writes or named or random or far or schema.name == "aten::as_strided"),
+        calls=calls_others(func),
     )
 
 

@@ -20,7 +20,7 @@ from .._torch.autograd import saved_tensors_hooks
 from .._torch.dynamic import Leaves, Reading, Thing
 from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
 from .._torch.settings import fp32_precision, kept_settings, kernel_getters, kernel_setter, state_guard
-from .._torch.tensors import has_memory, is_shape, kind_of
+from .._torch.tensors import has_memory, is_freed, is_shape, kind_of
 from ..aten.autocast import USED_WHEN_ON, autocast, set_autocast
 from ..memory.loans import Borrowed, plain
 from ..memory.pool import copy_of
@@ -251,6 +251,8 @@ def tensor_key(t: torch.Tensor) -> tuple[object, ...]:
         raise NoSignature("takes an inference tensor that requires grad", "pass it detached: t.detach()")
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a tensor that is conjugated or negated when it is read", "pass t.resolve_conj().resolve_neg()")
+    if is_freed(t):
+        raise NoSignature("takes a tensor whose memory was freed", "pass it when it has memory again, or not at all")
     own = identity(t) if isinstance(t, torch.nn.Parameter) else None
     # Kernels load aligned data several elements at a time, and dropout then draws in another order.
     alignment = t.data_ptr() % ALIGNMENT

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ import torch
 
 from .._torch.dynamic import Args, Kwargs, Leaves, Thing
 from .._torch.dynamo import not_compiled_by_itself
-from .._torch.modes import TorchDispatchMode, below_autograd, without_modes
+from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, without_modes
 from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id
@@ -137,6 +136,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
         if types and waits_by_itself(types):
             return NotImplemented  # such a tensor waits first, by an operator that comes here, and calls `func` on its result
         kwargs = kwargs or {}
+        resolves_again()
         if makes_fakes():
             return func(*args, **kwargs)  # fake tensors: no part of the call's work
         if is_higher_order(func):
@@ -193,6 +193,9 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                     "make the optimizer with capturable=True or fused=True",
                 )
             return args[0] if isinstance(args[0], torch.Tensor) else None
+        if self.casts.unclear(m):
+            raise Refusal(f"{source_of(m.name)} under autocast works in types of which torch does not tell",
+                          "call it where autocast is off: with torch.autocast(device_type, enabled=False)")  # fmt: skip
         operands = self._see(m, args, kwargs)
         if m.name == "aten::_to_copy" and operands and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
             self.casts_weight(operands[0], self.casts.ended)
@@ -359,11 +362,11 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
 
     def perform(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
         """Run the operator; devices that keep a tape override this."""
-        if m.others:
-            with Casts.restored(casts) if (casts := self.casts.within(m)) else nullcontext():
-                out = func(*args, **kwargs)
+        if m.constant:
+            out: Thing = self._constant(operators.constant(m, args[0]))
         else:
-            out = self._constant(operators.constant(m, args[0])) if m.constant else func(*args, **kwargs)
+            with self.casts.as_called(m, self.casts.within(m)):
+                out = func(*args, **kwargs)
         for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
             self._begins(t.untyped_storage())
         return out

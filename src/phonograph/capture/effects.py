@@ -29,7 +29,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import chain
-from types import BuiltinFunctionType, FrameType
+from opcode import opmap
+from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,17 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(os, "stat lstat access readlink", lambda n: Effect(f"asks for a file (os.{n})", _PASS)),
     **_named(_socket, "getaddrinfo gethostbyname", lambda n: Effect(f"uses the network ({n})")),
 }  # fmt: skip
+
+_RANK: Any = torch.linalg.matrix_rank  # where a dispatch mode looks on, what is to be written is another tensor from there on
+_LOSES_OUT = Effect("calls torch.linalg.matrix_rank, perhaps with out=, which torch leaves unwritten in a capture",
+                    "take its result, and copy_ that", ANYONE)  # fmt: skip
+_SPREADS = opmap["CALL_FUNCTION_EX"]
+
+
+def _may_give_out(code: CodeType) -> bool:
+    """Whether code calls something with `out=`, or perhaps so (``f(**kwargs)``)."""
+    return _SPREADS in code.co_code[::2] or any("out" in names for names in code.co_consts if type(names) is tuple)
+
 
 BEGINS_GROUP = "_start_coalescing"  # of collectives, which begin together where it ends
 _FAR = Effect("communicates with other ranks ({})", REMEDY, ANYONE)
@@ -192,11 +204,11 @@ _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "a
 
 _DRAWS = {"random", "getrandbits"}  # all other methods of Python's generators are made of these
 
-told_names = frozenset({f.__name__ for f in _FUNCTIONS} | _BY_NAME.keys() | _OF_C10D.keys() | _CHANGES | _DRAWS)
+told_names = frozenset({f.__name__ for f in (*_FUNCTIONS, _RANK)} | _BY_NAME.keys() | _OF_C10D.keys() | _CHANGES | _DRAWS)
 """The names of all built-in functions and methods that may be an effect: any other needs no further look."""
 
 _EFFECTS = [(f.__name__, e) for f, e in _FUNCTIONS.items()] + [(n, e) for n, rules in _BY_NAME.items() for _, e in rules]
-_LIBRARY_NAMES = frozenset([*_DRAWS, *(n for n, e in _EFFECTS if e.by is ANYONE)])
+_LIBRARY_NAMES = frozenset([*_DRAWS, "matrix_rank", *(n for n, e in _EFFECTS if e.by is ANYONE)])
 _STDLIB_NAMES = _LIBRARY_NAMES | {n for n, e in _EFFECTS if e.by is USERS} | {"_urandom"}  # as `random` calls os.urandom
 
 
@@ -215,6 +227,8 @@ def of_call(function: Callable[..., object], owner: object, frame: FrameType, ou
     """What it means that `frame` calls this built-in function, or this method of `owner`. `outer` are the ids of objects
     that were there before the call."""
     effect = _FUNCTIONS.get(function)
+    if function is _RANK:
+        return _LOSES_OUT if _may_give_out(frame.f_code) else None
     if function.__name__ == "set_state" and sets_for_torch(frame):
         return None  # heard where that function started
     if effect is None and function.__name__ in _OF_C10D and getattr(function, "__module__", None) == _C10D:

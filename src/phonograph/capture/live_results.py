@@ -18,7 +18,7 @@ import torch
 
 from .._torch.autograd import bump
 from .._torch.dynamic import Args, Kwargs, Leaves, Reading, Thing
-from .._torch.modes import TorchDispatchMode, below_autograd, transformed, without_modes
+from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, transformed, without_modes
 from .._torch.operators import OpOverload, carried_out, is_higher_order
 from .._torch.process_groups import stands_for_work
 from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, storage_id
@@ -317,6 +317,7 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        resolves_again()
         if types and say_themselves(types) and not are_fake(types):  # other operators will come
             return NotImplemented
         if is_higher_order(func):
@@ -327,8 +328,7 @@ class _Noting(TorchDispatchMode):
             if called(m.name) != "wait_tensor":
                 return self._notes.arrive(func, m, args, kwargs or {})
         m, kwargs = meaning(func), kwargs or {}
-        casts = self._casts.within(m)
-        with Casts.restored(casts) if casts else nullcontext():
+        with self._casts.as_called(m, self._casts.within(m)):
             if func in self._notes.operators and not self._notes.within:
                 return self._notes.call(func, args, kwargs)
             if func in NUMBER_READERS and self._notes.decisive and not self._notes.within:

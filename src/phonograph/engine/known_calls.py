@@ -19,7 +19,7 @@ import torch
 
 from .._torch.dynamic import Args, Kwargs
 from .._torch.modes import transformed
-from .._torch.tensors import address, tensor_check
+from .._torch.tensors import address, is_freed, tensor_check
 from ..call.signature import ALIGNMENT, Call, aliases, has_gradient_or_hooks, unchanged
 from ..capture.recording import Entangled
 from ..errors import Refusal
@@ -55,7 +55,7 @@ class KnownCall:
     """
 
     __slots__ = ("_aliases", "_alignments", "_check", "_clear", "_count", "_given", "_guess", "_leaves", "_spans", "_state",
-                 "_trust", "_unchanged", "history", "next", "players")  # fmt: skip
+                 "_trust", "_unchanged", "_whole", "history", "next", "players")  # fmt: skip
 
     def __init__(
         self, call: Call, check: Callable[..., bool], given: Matching | None, still: Callable[[], bool], players: list[Player],
@@ -74,6 +74,8 @@ class KnownCall:
         self._aliases = aliases(tensors) if writes else None
         """How the tensors share memory, if one of them is written."""
         self._unchanged = still
+        self._whole: tuple[int, ...] = ()
+        """Where the tensors lay last, none of which was freed."""
         self._state = state
         self.players = players
         self.next: KnownCall | None = None  # that came after this one last time, if that was another
@@ -135,6 +137,10 @@ class KnownCall:
             return None
         if n > 1 and len({*map(identity, args)}) < n:
             return None  # one tensor given twice is another signature
+        if places != self._whole:
+            if any(map(is_freed, args)):
+                return None
+            self._whole = places
         if self._aliases is not None and aliases(args) != self._aliases:
             return None
         if self._state and self._meets(args, places):

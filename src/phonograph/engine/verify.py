@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._torch.dynamic import Leaves
-from .._torch.tensors import has_memory, storage_id
+from .._torch.tensors import has_memory, is_freed, storage_id
 from ..call.signature import Call
 from ..capture.recording import Recording
 from ..errors import Mismatch
@@ -112,12 +112,12 @@ def verified(
     before, given = _State(call, reach, own), _tensors(call.like)
     expected = _noted(_live(function, call), given)
     after = _State(call, reach, own)
-    grads = [(n, None if t.grad is None else t.grad.clone(), t) for n, t, _ in after._grads]
+    grads = [(n, None if t.grad is None else _copied(t.grad), t) for n, t, _ in after._grads]
     before.restore()
     result = play()
     wrong = _differs(expected, _noted(result, given))
     for n, grad, t in grads:
-        if wrong is None and not equal(grad, t.grad):
+        if wrong is None and grad is not _FREED and not equal(grad, t.grad):
             wrong = f"{n}.grad"
     wrong = wrong or after.difference()
     if wrong is not None:
@@ -165,7 +165,15 @@ def _noted(result: object, given: list[tuple[torch.Tensor, int | None]]) -> _Not
             there = None if memory is None else next((i for i, (_, m) in enumerate(known) if m == memory), None)
             made.append((x.stride() if x.layout is torch.strided else (), x.requires_grad, x.grad_fn is None, same, there))
             known.append((x, memory))
-    return _Noted(shape, [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], made)
+    return _Noted(shape, [_copied(x) if isinstance(x, torch.Tensor) else x for x in leaves], made)
+
+
+_FREED = object()
+
+
+def _copied(t: torch.Tensor) -> object:
+    """A copy of its values; `_FREED` where there are none any more."""
+    return _FREED if has_memory(t) and is_freed(t) else t.detach().clone()
 
 
 def _differs(a: _Noted, b: _Noted) -> str | None:

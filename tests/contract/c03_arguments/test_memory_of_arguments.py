@@ -5,6 +5,7 @@ import torch
 
 import phonograph as pg
 from phonograph.testing import assert_same
+from tests import forked
 from tests.contract.shared.memory import filled
 from tests.helpers import counts, may_run_live, plain, side_by_side
 
@@ -149,3 +150,81 @@ def test_c03_a_place_for_an_argument_is_aligned_as_the_argument(device, first):
         assert_same(recorded(x), x * 2)
     ((slot,),) = [player.recording.slots for player in recorded._shelf]
     assert slot.tensor.data_ptr() % 16 == x.data_ptr() % 16 == 4 * first
+
+
+# ---------------------------------------------------------------------------------------------------
+# Memory that was freed. In a process of its own: what reads it may be the end of that.
+
+_FREED = """
+import sys, torch, phonograph as pg
+from torch import nn
+
+device = torch.device(sys.argv[1])
+x = torch.ones(4, 4, device=device)
+
+def freed(*size, left=0, **kind):
+    t = torch.ones(size, device=device, **kind)
+    t.untyped_storage().resize_(left)
+    return t
+
+def check(function, *arguments, replayed, live=1, **options):
+    f = pg.record(function, warmup=1, **options)
+    for _ in range(5):
+        found = f(x, *arguments)
+        assert torch.equal(found[0] if type(found) is tuple else found, x * 2), found
+    assert (pg.stats(f).live, pg.stats(f).replayed) == (live, replayed), (pg.stats(f), pg.explain(f))
+
+import warnings
+warnings.simplefilter("ignore", pg.RunsLive)
+"""
+
+FREED = {
+    "an argument": "check(lambda x, t: x * 2, freed(3000), replayed=0, live=5)",
+    "one within another": "check(lambda x, t: x * 2, [{'t': freed(3000)}], replayed=0, live=5)",
+    "a parameter": "check(lambda x, t: x * 2, nn.Parameter(freed(3000)), replayed=0, live=5)",
+    "what is returned": "check(lambda x, t: (x * 2, t), freed(3000), replayed=0, live=5)",
+    "a part": "check(lambda x, t: x * 2, freed(3000, left=400), replayed=0, live=5)",
+    "what a view shows": """
+whole = torch.ones(3000, device=device)
+view = whole[2000:]
+whole.untyped_storage().resize_(400)
+check(lambda x, t: x * 2, view, replayed=0, live=5)""",
+    "beside what a view shows": """
+whole = torch.ones(3000, device=device)
+view = whole[:50]
+whole.untyped_storage().resize_(400)
+check(lambda x, t: x * 2, view, replayed=4)""",
+    "freed later, and there again": """
+t = torch.ones(3000, device=device)
+f = pg.record(lambda x, t: x * 2, warmup=1)
+for size in 12000, 12000, 12000, 0, 0, 400, 0, 12000, 12000:
+    t.untyped_storage().resize_(size)
+    assert torch.equal(f(x, t), x * 2)
+assert (pg.stats(f).live, pg.stats(f).replayed) == (5, 4), pg.stats(f)""",
+    "outside": "t = freed(3000); check(lambda x: x * 2 if t is not None else x, replayed=4)",
+    "outside, compared": "t = freed(3000); check(lambda x: (x * 2, t), replayed=4, verify=1)",
+    "outside, audited": "t = freed(3000); check(lambda x: x * 2 if t is not None else x, replayed=4, audit=1)",
+    "a weight": """
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+net[1].weight.untyped_storage().resize_(0)
+check(lambda x: (x * 2, net[0](x)), replayed=4)""",
+    "a gradient": """
+w = nn.Parameter(torch.ones(4, 4, device=device))
+unused = nn.Parameter(torch.ones(3000, device=device))
+unused.grad = freed(3000)
+def step(x):
+    (w * x).sum().backward()
+    return x * 2, unused.shape
+check(step, replayed=4)
+check(step, replayed=4, verify=1)""",
+    "an argument's gradient": """
+t = torch.ones(3000, device=device, requires_grad=True)
+t.grad = freed(3000)
+check(lambda x, t: x * 2, t, replayed=4)""",
+}
+
+
+def test_c03_memory_that_was_freed_and_that_the_call_does_not_read(device):
+    programs = (f"print({kind!r}, flush=True)\n{program}\n" for kind, program in FREED.items())
+    ended = forked.run(_FREED + "".join(programs), str(device))
+    assert (ended.returncode, ended.stdout.splitlines(), ended.stderr) == (0, [*FREED], "")

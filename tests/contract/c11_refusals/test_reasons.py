@@ -742,6 +742,26 @@ def under_a_mode(device):
             f(ramp(device, 4, 4))  # here
 
 
+@way("`torch.linalg.pinv(x.view(2, 2))` under autocast", remedy="enabled=False")
+def types_that_nobody_tells(device):
+    def f(x):
+        return torch.linalg.pinv(x.view(2, 2))  # here
+
+    for call in recorded(f):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            call(ramp(device, 4))
+
+
+@way("matrix_rank", "unwritten", remedy="copy_")
+def a_rank_that_is_to_be_written(device):
+    def f(x, rank):
+        torch.linalg.matrix_rank(x.view(2, 2), out=rank)  # here
+        return rank + 1
+
+    for call in recorded(f):
+        call(ramp(device, 4), torch.zeros((), dtype=torch.int64, device=device))
+
+
 @way("save_on_cpu", remedy="leave that context")
 def under_saved_tensors_hooks(device):
     f = pg.record(lambda x: x * 2, warmup=1)

@@ -137,8 +137,8 @@ class TapeProgram:
             return None
         args, kwargs = self._real(step.args), self._real(step.kwargs)
         outs = [None if o is None else self._operand(o) for o in step.results]
-        if _asks_for_modes(step.func):
-            op = partial(_in_modes, step.grad_mode, step.autocast, step.func._op)
+        if step.infers or step.autocast or _asks_for_modes(step.func):
+            op = partial(_in_modes, step.grad_mode, step.infers, step.autocast, step.func._op)
             return partial(_run_and_copy, op, args, kwargs, outs)
         if not any(o is not None for o in outs):
             return partial(step.func, *args, **kwargs)
@@ -179,8 +179,9 @@ def _asks_for_modes(func: object) -> bool:
     return func is aten.mkldnn_rnn_layer.default or (isinstance(func, OpOverload) and operators.meaning(func).others)
 
 
-def _in_modes(enabled: bool, casts: Reading, op: Thing, *args: object, **kwargs: object) -> object:
-    with torch.set_grad_enabled(enabled), Casts.restored(casts):
+def _in_modes(enabled: bool, infers: bool, casts: Reading, op: Thing, *args: object, **kwargs: object) -> object:
+    infers = infers and not torch.is_inference_mode_enabled()
+    with torch.inference_mode() if infers else torch.set_grad_enabled(enabled), Casts.restored(casts):
         return op(*args, **kwargs)
 
 

@@ -39,27 +39,32 @@ class Operand:
         self.kind = kind_of(t)
 
     def tensor(self) -> torch.Tensor:
-        dtype, size, stride, conjugate, negative = self.kind
+        dtype, size, stride, conjugate, negative, trained = self.kind
         t = torch.empty(0, dtype=dtype, device="cpu").set_(self.place.storage(), self.offset, size, stride)
         t = torch.conj(t) if conjugate else t
-        return neg_view(t) if negative else t
+        t = neg_view(t) if negative else t
+        return t.requires_grad_() if trained else t
 
 
-def kind_of(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool]:
-    return t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg()
+def kind_of(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool, bool]:
+    """In inference mode, operators are noted whole that ask whether a gradient will be wanted, as `matmul` does."""
+    trained = t.requires_grad and torch.is_inference_mode_enabled()
+    return t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg(), trained
 
 
 class Step:
     """One operator of the tape: what to call, with what, and which new tensors its results go to."""
 
-    __slots__ = ("args", "autocast", "func", "grad_mode", "kwargs", "results", "variant")
+    __slots__ = ("args", "autocast", "func", "grad_mode", "infers", "kwargs", "results", "variant")
 
     def __init__(
         self, func: Thing, args: Args, kwargs: Kwargs, results: list[Operand | None], variant: Variant | None = None,
-        casts: tuple[object, ...] = (),
+        casts: tuple[object, ...] = (), *, infers: bool = False,
     ) -> None:  # fmt: skip
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
         self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
+        self.infers = infers
+        """Whether it may ask, in inference mode, for which of its arguments gradients are wanted."""
 
 
 def described(noted: Iterable[object]) -> Leaves:

@@ -19,7 +19,6 @@ from ..._torch.operators import OpOverload, calls_higher_order
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
 from ..._torch.tensors import has_memory, storage_id
 from ...aten import operators
-from ...aten.autocast import Casts
 from ...aten.collectives import COLLECTIVES, called, refusal
 from ...aten.operators import Meaning
 from ...capture.breaks import Break, MarkedBreak
@@ -150,10 +149,7 @@ class Tape(OperatorWatch):
         casts = self.casts.within(m)
         self.repeated = not m.compiled
         try:
-            if casts:
-                with Casts.restored(casts):
-                    out = func(*args, **kwargs)
-            else:
+            with self.casts.as_called(m, casts):
                 out = func(*args, **kwargs)
         finally:
             self.repeated = False
@@ -177,12 +173,13 @@ class Tape(OperatorWatch):
             return self._constant(out)
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
         variant = None
-        if results and all(fresh) and (found := variant_of(func, len(results))) is not None:
+        infers = m.calls and torch.is_inference_mode_enabled() and _any_trained(args, kwargs)
+        if results and not infers and all(fresh) and (found := variant_of(func, len(results))) is not None:
             known = identity(func), *described(noted[0]), *described(noted[1].items()), *described(operands)
             variant = tried(found, known, args, kwargs, results, states)
         works = bool(m.writes or m.writes_named or any(fresh) or not results)
         if works and not m.name.startswith("profiler::"):
-            self._steps.append(Step(func, *noted, operands, variant, casts))
+            self._steps.append(Step(func, *noted, operands, variant, casts, infers=infers))
         return out
 
     def captured(self) -> int:
@@ -467,6 +464,10 @@ class Tape(OperatorWatch):
                 place.anchor = storage
         self._births.clear()
         return made
+
+
+def _any_trained(args: Args, kwargs: Kwargs) -> bool:
+    return any(t.requires_grad for t in operators.operands(args, kwargs))
 
 
 def _read(t: torch.Tensor) -> Thing:
