@@ -255,7 +255,7 @@ class Player:
         except TakenBack:  # nothing has happened
             self.played -= 1
             if not self.played:
-                self.recording.reliances.grads.restore()  # to what they were before the capture, which this call follows
+                self.recording.reliances.grads.unless_played()
             raise
         except BaseException:  # an operator that raises (an index out of range) leaves what was written before it
             program = self.recording.program

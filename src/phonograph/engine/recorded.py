@@ -16,7 +16,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -198,7 +198,7 @@ class Recorded(Parts, Generic[P, R]):
                 if self._policy.next(case) is Step.WARM_UP:
                     return True, self._warm_up(call, args, kwargs)
                 try:
-                    return True, self._play(self._made(case), call)
+                    return True, self._made_and_played(case)
                 except Refusal as e:
                     if not self._maker.learns(e, history, call):
                         raise
@@ -326,8 +326,13 @@ class Recorded(Parts, Generic[P, R]):
 
     # -- a recording is made
 
-    def _made(self, case: Case) -> Player:
-        """Record a call for which no recording fits."""
+    def _made_and_played(self, case: Case) -> object:
+        """Record a call for which no recording fits. Up to its first play all is taken back where something fails."""
+        with ExitStack() as unplayed:
+            return self._play(self._made(case, unplayed), case.call)
+
+    def _made(self, case: Case, unplayed: ExitStack) -> Player:
+        """Record a call. An exception in `unplayed` takes that back."""
         call, history = case.call, case.history
         apart = self._maker.make_way(call, history, case.blocked)
         history.attempts.tried = True
@@ -335,7 +340,7 @@ class Recorded(Parts, Generic[P, R]):
             why = figures.why(case, self._shelf, self._describer.named, self._backoff.place_of)
         try:
             with deferred(), figures.telling(self.name, self._counters) as seconds:
-                player = self._record(call, case.blocked, apart=apart)
+                player = self._record(call, case.blocked, unplayed, apart=apart)
         except Refusal as refusal:
             self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)
             raise
@@ -343,10 +348,10 @@ class Recorded(Parts, Generic[P, R]):
         figures.recorded(self.name, player)
         return player
 
-    def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
+    def _record(self, call: Call, blocked: int, unplayed: ExitStack, *, apart: bool) -> Player:
         history = self._backoff.history(call.key)
         self._policy.raise_unrewarded(history)
-        player = self._maker.record(call, history, blocked, apart, self._backward_kind())
+        player = self._maker.record(call, history, blocked, apart, self._backward_kind(), unplayed)
         self._ledger.add(player)
         recording, averaged = player.recording, loses_overlap(player.recording)
         if averaged:

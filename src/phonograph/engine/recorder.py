@@ -7,7 +7,8 @@
 
 A capture is a dry run: the device notes kernels and executes none. If a phase fails, the transaction restores the state that it
 saved: Python attributes and containers, `.grad`, random states, settings of optimizers. The caller then runs the function live,
-which is the only run with effects. The exception of a failed capture never reaches the user: where the function itself is at
+which is the only run with effects. Gradients stand where the recording writes them until its first play, which gives them their
+values: to them the transaction reaches up to there (`unplayed`). The exception of a failed capture never reaches the user: where the function itself is at
 fault, the live run raises it again.
 """
 
@@ -42,8 +43,11 @@ __all__ = ["SMALL", "Capture", "record"]
 SMALL = 64 << 10  # bytes: results up to this size, in all, are copied out of the pool, so that holding them blocks no replay
 
 
-def record(name: str, function: Callable[..., object], call: Call, reach: Reach, device: Device, terms: Terms) -> Recording:
+def record(
+    name: str, function: Callable[..., object], call: Call, reach: Reach, device: Device, terms: Terms, unplayed: ExitStack
+) -> Recording:
     """Capture a call and return its recording, not yet played. If an attempt fails on its terms, the next one has weaker terms.
+    An exception in `unplayed` puts back what the capture has left for the first play.
 
     Raises:
         Attached: a result has a history, and the terms have no `tracing`.
@@ -56,7 +60,7 @@ def record(name: str, function: Callable[..., object], call: Call, reach: Reach,
     while True:  # each attempt is freed before the next
         try:
             with locating(lambda reason: _mentioned_at(reach, reason) or defined_at(function)):
-                recording = Capture(Request(name, function, call, reach, device, terms)).recording()
+                recording = Capture(Request(name, function, call, reach, device, terms)).recording(unplayed)
             give_up(terms, doubted)
             return recording
         except Untraced as e:
@@ -91,13 +95,14 @@ class Capture:
     def __init__(self, request: Request) -> None:
         self.request = request
 
-    def recording(self) -> Recording:
-        """Run all phases."""
+    def recording(self, unplayed: ExitStack) -> Recording:
+        """Run all phases. Until the recording is played, `unplayed` takes the place of the transaction."""
         with ExitStack() as undo:
             self.enter(undo)
             self.run()
             self.judge()
             self.settle()
+            unplayed.push(self.prepared.grads.unless_played)
         return self.settlement.recording()
 
     def enter(self, undo: ExitStack) -> None:
