@@ -7,9 +7,11 @@
 
 A capture is a dry run: the device notes kernels and executes none. If a phase fails, the transaction restores the state that it
 saved: Python attributes and containers, `.grad`, random states, settings of optimizers. The caller then runs the function live,
-which is the only run with effects. Gradients stand where the recording writes them until its first play, which gives them their
-values: to them the transaction reaches up to there (`unplayed`). The exception of a failed capture never reaches the user: where the function itself is at
+which is the only run with effects. The exception of a failed capture never reaches the user: where the function itself is at
 fault, the live run raises it again.
+
+Gradients that the call leaves stand there from the capture on, and the first play gives them their values. So to them the
+transaction reaches up to that (`unplayed`).
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ class Capture:
         parts = [part for part, *_ in watch.cuts]
         drawn = [*watch.generators, *(g for own in watch.own for g in own.forward)]
         named_here = [g for g in states.generators[1:] if among(g, drawn)]
-        return Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
+        generators = [states.generators[0], *named_here]
+        return Segments(programs, parts, watch.undone, generators, watch.operators, range(len(programs) + 1), len(parts))
 
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""
