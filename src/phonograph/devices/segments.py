@@ -11,6 +11,7 @@ recordings) are put back with the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..errors import Refusal
 from ..guards.gradients import Grads
 from ..guards.hyperparameters import Dials
 from ..memory.spans import Spans
+from ..python.putting_back import put_back
 from ..state.rng import put
 
 __all__ = ["Diverged", "Segments", "TakenBack"]
@@ -121,7 +123,7 @@ class Segments:
             other, torn = self._run_live(live, done, disturbed, before.versions)
             if other or torn or disturbed():
                 diverged = Diverged(live, other or "changes what the function relies on", done, torn)
-                self._undo(before)
+                put_back(partial(self._undo, before))
                 if torn and before.grads is not None:
                     before.grads.lose()
                 raise diverged
@@ -135,7 +137,7 @@ class Segments:
         try:
             targets = program.run(sources)
         except TakenBack:
-            self._undo(before)
+            put_back(partial(self._undo, before))
             raise
         except BaseException:
             self.ran, program.ran = self._starts[number] + program.ran, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from ..errors import Refusal
+from ..errors import NotPutBack, Refusal
 from ..guards.carried_state import Carries
 from ..statistics import logger
 from ..values.keys import NoSignature
@@ -27,7 +27,7 @@ class Contained:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, _ANSWERS):
+        if not isinstance(error, Exception) or isinstance(error, (*_ANSWERS, NotPutBack)):
             return
         where, *_ = innermost(error.__traceback__)
         known = failure(error, "")

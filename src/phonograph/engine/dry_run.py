@@ -33,7 +33,7 @@ from ..capture.python_events import HEARS_ALL_THREADS, Listener, alone, watching
 from ..capture.skipped_steps import skipping_on_the_device
 from ..devices.base import CapturePlan
 from ..devices.cuts import Cuts
-from ..errors import Overlooked, Refusal, Unseen
+from ..errors import NotPutBack, Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
 from ..guards.carried_state import Carried, Carries
@@ -45,6 +45,7 @@ from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
 from ..python.origin import BACKWARD
+from ..python.putting_back import put_back
 from ..python.read_gate import Reads
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
@@ -108,7 +109,7 @@ class DryRun:
         except Refusal as refusal:
             refusal.places = [levels(self._listener.loggers.values())] if self._listener is not None else []
             raise
-        except (Overlooked, Carries, Opens, KeyboardInterrupt):
+        except (Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
             raise
         except BaseException as e:  # SystemExit and the like: effects before it are the live run's
             raise self._failed(e) from e
@@ -124,7 +125,7 @@ class DryRun:
             yield
         except BaseException:
             if self._watch is not None:
-                self._watch.roll_back()
+                put_back(self._watch.roll_back)
             raise
 
     def _plan(self, most: float) -> CapturePlan:
@@ -199,6 +200,7 @@ class DryRun:
             watch.digest.end(returned.shape, leaves, watch.kernels())
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
+        watch.check_heard()
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)
         self._behaviour = Behaviour(code, tuple(seen), arguments.copied(), returned, numbers, effects.left)
         return _with_slots(result, [*zip(seen, slots, strict=True), *state])

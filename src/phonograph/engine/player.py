@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -33,6 +34,7 @@ from ..guards.attribute_effects import advance, putting
 from ..memory.pool import Fill, Pool, unexpanded
 from ..memory.spans import Spans
 from ..python.identity import identity
+from ..python.putting_back import put_back
 from ..values.host_scalars import reading
 from ..values.pytree import rebuilding
 from .output_kinds import AS_IT_IS, Aliased, Copied, Leased
@@ -61,6 +63,7 @@ class Player:
         self._written = [(i, s.tensor, unexpanded(s.tensor) is s.tensor, s.moved) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
+        self._counted = 0  # the last play of which they were
         self._settings = [(one.spot.put, one.new) for one in recording.settings]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
@@ -265,8 +268,10 @@ class Player:
             self._leave(tensors)
             if self.recording.written:
                 bump([call.containers[i] for i in self.recording.written])
-        finally:
             self._count()
+        except BaseException:
+            self._publish(tensors)
+            raise
         self.touch()
         return self._hand_out(call, tensors, targets), copied
 
@@ -279,6 +284,7 @@ class Player:
         """Advance counters on the host: numbers in attributes, and step counts of optimizers."""
         if self._counts:
             advance(self._counts)
+            self._counted = self.played
         for put, value in self._settings:
             put(value)
         if self._steps is not None:
@@ -302,6 +308,15 @@ class Player:
                 for put, value in self._settings:
                     put(value)
 
+    def _publish(self, tensors: Sequence[torch.Tensor]) -> None:
+        """An exception has come (Ctrl-C) when the effects of a run were half published: they are now."""
+        if self._counted == self.played:
+            self._counts = ()
+        try:
+            put_back(partial(self._write_back, tensors), self._after, self._count)
+        finally:
+            self._counts = self.recording.left.counts
+
     def _leave(self, tensors: Sequence[torch.Tensor], gradients: bool = True) -> None:
         """Publish the effects of a run: written arguments, version counters, gradients."""
         if self._written:
@@ -324,8 +339,10 @@ class Player:
             if self._written:
                 self._write_back(tensors)
             self._after()
-        finally:
             self._count()
+        except BaseException:
+            self._publish(tensors)
+            raise
         self.touch()
         return self._rebuild(targets) if self._all_copied else self._hand_out(None, tensors, targets), self._nbytes
 

@@ -35,6 +35,7 @@ from ..errors import Refusal
 from ..guards.carried_state import Carries
 from ..options import Options, switched_off
 from ..python.signals import deferred
+from ..python.standing import unwound
 from ..state import capturable as optimizers
 from ..state.reentrancy import Nested, inside
 from ..values.keys import NoSignature
@@ -181,7 +182,7 @@ class Recorded(Parts, Generic[P, R]):
 
     def _answer(self, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         """Replay, record or warm up: (True, the result). Or refuse: (False, the refusal)."""
-        with lock:
+        with lock, unwound():
             self._counters.calls += 1
             try:
                 call, found, cleared_some = self._find(self._described(args, kwargs), args, kwargs)
@@ -224,12 +225,9 @@ class Recorded(Parts, Generic[P, R]):
             NoSignature: it has no signature.
             Refusal: it has to run live, even if a recording would fit.
         """
-        if self._gate.never is None:
-            if self._uncalled is not None:  # it is called
-                self._uncalled.stop()
-                self._uncalled = None
-            if self._reset_wanted:
-                self.reset()
+        if self._gate.never is None and self._uncalled is not None:  # it is called
+            self._uncalled.stop()
+            self._uncalled = None
         self._gate.check()
         not_here = refused_here()
         if not_here is not None:

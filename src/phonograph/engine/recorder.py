@@ -30,6 +30,7 @@ from ..errors import Again, Attached, Decides, Elsewhere, Refusal
 from ..guards.followed_numbers import Fixed, Unfollowed
 from ..guards.hyperparameters import probing
 from ..guards.reachable import Reach
+from ..python.standing import unwound
 from ..state.capturable import fit_to_step
 from ..values.wording import defined_at, locating
 from .capture_terms import Advances, ReadAgain, Request, Terms, Untraced
@@ -99,7 +100,7 @@ class Capture:
 
     def recording(self, unplayed: ExitStack) -> Recording:
         """Run all phases. Until the recording is played, `unplayed` takes the place of the transaction."""
-        with ExitStack() as undo:
+        with unwound(), ExitStack() as undo:
             self.enter(undo)
             self.run()
             self.judge()

@@ -17,6 +17,7 @@ from .._torch.dynamic import Thing
 from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_id, use_count
 from ..errors import Refusal
 from ..python.identity import identity
+from ..python.putting_back import put_back
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
 from .attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
 from .fed_gradients import FedGradients, made_by
@@ -302,7 +303,7 @@ class Grads:
     def unless_played(self, kind: object = None, error: object = Refusal, trace: object = None) -> None:
         """An exception, if there is one, ends the call of which this is the capture: put them back, if no replay has run."""
         if error is not None and self._as_captured:
-            self.restore()
+            put_back(self.restore)
 
     def keep(self) -> None:
         """Before a replay that may have to be given up half-way: what the call found stays there until then."""

@@ -51,6 +51,7 @@ from ..python.identity import identity
 from ..python.introspection import takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs
+from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said
 from ..values.formulas import Formula, Given, Values, Worked, written
 from ..values.host_scalars import READS_NUMBER
@@ -741,7 +742,7 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
             group[key] = mark
         for i, spot in enumerate(spots):
             spot.put(dials.spot(i))
-        with _watched(dials), steps_captured(dials.count):
+        with ended(_watched(dials)), ended(steps_captured(dials.count)):
             yield dials
     finally:
         for i, (spot, mark) in enumerate(zip(spots, dials._seen_last, strict=True)):

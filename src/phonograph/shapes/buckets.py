@@ -276,8 +276,8 @@ class Padded(Recorded[..., object]):
                  for one in self._declared for dim, sizes in one.dims]  # fmt: skip
         return "\n".join([super().explain(), *sizes])
 
-    def reset(self) -> None:
-        super().reset()
+    def _reset(self) -> None:
+        super()._reset()
         self._verdicts.clear()
 
 

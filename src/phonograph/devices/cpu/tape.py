@@ -397,13 +397,13 @@ class Tape(OperatorWatch):
             if self._shows is None and (key in self.theirs or key in self.slot_ids):
                 self._shows = self.position()
             if key in self.theirs and key not in self._undone:
-                self._undone.add(key)
                 self._undo.append((t.untyped_storage(), t.untyped_storage().clone()))
+                self._undone.add(key)
             birth = self._births.get(key)
             for trial in self._trials:
                 if (birth is None or birth.number < trial.made) and key not in trial.undone:
-                    trial.undone.add(key)
                     trial.undo.append((t.untyped_storage(), t.untyped_storage().clone()))
+                    trial.undone.add(key)
 
     def _new(self, t: torch.Tensor) -> Operand:
         storage = t.untyped_storage()

@@ -23,6 +23,7 @@ from ...errors import Refusal
 from ...memory.pool import unowned
 from ...memory.spans import Spans
 from ...python.gc_control import uncollected
+from ...python.standing import ended
 from ...state.compiled_generators import among, settled
 from ...state.rng import CudaState, Known, Rewind, put, reset
 from ...values.pytree import flatten, unflatten
@@ -184,7 +185,7 @@ def _no_untraced(watch: OperatorWatch, footprint: Spans) -> None:
 
 @contextmanager
 def _capturing(graphs: Graphs, states: Known) -> Iterator[None]:
-    with uncollected(), told_as_live():
+    with uncollected(), ended(told_as_live()):
         graphs.begin()
         try:
             yield
