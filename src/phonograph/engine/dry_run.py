@@ -49,7 +49,7 @@ from ..python.putting_back import put_back
 from ..python.read_gate import Reads
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
-from ..values.pytree import Flattener, Opens, containers, flatten, unflatten
+from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten
 from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, first_line, innermost, naming
 from ..values.wording import operator as written
@@ -160,6 +160,8 @@ class DryRun:
         said = naming(written(operator.name()) if operator is not None else "", source, direct=direct)
         unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first_line(e)}"', _ELSEWHERE)
         reason, remedy = failure(e, said, device.failures) or unknown
+        if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
+            operator = None  # which is nothing that cannot be captured
         return Refusal(reason, remedy, line, final=False, failed=True, operator=operator)
 
     # -- inside of the capture
@@ -288,6 +290,8 @@ class DryRun:
         self, result: object, arguments: Arguments, found: Attributes, watch: OperatorWatch, listener: Listener
     ) -> tuple[object, _Effects]:
         """A result together with the tensors that the call leaves elsewhere; they are taken away from there."""
+        if contains_itself(result):
+            raise Refusal("returns a container that contains itself", "return what is in it")
         edited = arguments.edits()
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in self._refused:

@@ -45,6 +45,8 @@ class Parts(Binding, Observed):
     """Whether sizes that grow are noticed, and recordings that are played keep their places."""
 
     def __init__(self, function: Callable[..., object], options: Options) -> None:
+        if not isinstance(options, Options):
+            raise TypeError(f"options must be an Options (pg.record makes them), not {type(options).__name__}")
         self.options = options
         self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         super().__init__()

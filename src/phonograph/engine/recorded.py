@@ -185,30 +185,25 @@ class Recorded(Parts, Generic[P, R]):
         with lock, unwound():
             self._counters.calls += 1
             try:
-                call, found, cleared_some = self._find(self._described(args, kwargs), args, kwargs)
-                if found.player is not None:
-                    if found.player.grads_held():
-                        raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
-                    if found.player.played >= found.player.due and not self._stands(found.player, call):
-                        return True, self._warm_up(call, args, kwargs)
-                    return True, self._play(found.player, call)
-                history = self._backoff.history(call.key)
-                self._raise_refused(call, history)
-                obstructed = cleared_some and any(map(obstructing, found.waiting))
-                case = self._policy.case(call, history, found.broken, found.blocked, obstructed)
-                if self._policy.next(case) is Step.WARM_UP:
+                with Contained("looked for what to do with a call"):
+                    call, player, case = self._chosen(args, kwargs)
+                if player is not None:
+                    return True, self._play(player, call)
+                if case is None:
                     return True, self._warm_up(call, args, kwargs)
                 try:
                     return True, self._made_and_played(case)
                 except Refusal as e:
-                    if not self._maker.learns(e, history, call):
-                        raise
+                    with Contained("learned from what was refused"):
+                        if not self._maker.learns(e, case.history, call):
+                            raise
                     e.drop_references()
                     return True, self._warm_up(call, args, kwargs)
                 except (Carries, Opens) as e:
-                    self._describer.learn(e, call)
-                    call = self._described(args, kwargs)  # which has another signature now
-                    self._backoff.history(call.key, history)
+                    with Contained("learned what a call carries"):
+                        self._describer.learn(e, call)
+                        call = self._described(args, kwargs)  # which has another signature now
+                        self._backoff.history(call.key, case.history)
                     self._counters.calls -= 1
                     return self._answer(args, kwargs)
             except NoSignature as e:
@@ -217,6 +212,25 @@ class Recorded(Parts, Generic[P, R]):
                 refusal = e
         refusal.drop_references()
         return False, refusal
+
+    def _chosen(self, args: Args, kwargs: Kwargs) -> tuple[Call, Player | None, Case | None]:
+        """A call, and what is played for it, or recorded; neither, if it is to warm up.
+
+        Raises:
+            NoSignature, Refusal: it has to run live.
+        """
+        call, found, cleared_some = self._find(self._described(args, kwargs), args, kwargs)
+        player = found.player
+        if player is not None:
+            if player.grads_held():
+                raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
+            stands = player.played < player.due or self._stands(player, call)
+            return call, player if stands else None, None
+        history = self._backoff.history(call.key)
+        self._raise_refused(call, history)
+        obstructed = cleared_some and any(map(obstructing, found.waiting))
+        case = self._policy.case(call, history, found.broken, found.blocked, obstructed)
+        return call, None, None if self._policy.next(case) is Step.WARM_UP else case
 
     def _described(self, args: Args, kwargs: Kwargs) -> Call:
         """Describe the call.
@@ -327,7 +341,9 @@ class Recorded(Parts, Generic[P, R]):
     def _made_and_played(self, case: Case) -> object:
         """Record a call for which no recording fits. Up to its first play all is taken back where something fails."""
         with ExitStack() as unplayed:
-            return self._play(self._made(case, unplayed), case.call)
+            with Contained("made a recording"):
+                player = self._made(case, unplayed)
+            return self._play(player, case.call)
 
     def _made(self, case: Case, unplayed: ExitStack) -> Player:
         """Record a call. An exception in `unplayed` takes that back."""
