@@ -341,38 +341,39 @@ class Recorded(Parts, Generic[P, R]):
     def _made_and_played(self, case: Case) -> object:
         """Record a call for which no recording fits. Up to its first play all is taken back where something fails."""
         with ExitStack() as unplayed:
-            with Contained("made a recording"):
-                player = self._made(case, unplayed)
-            return self._play(player, case.call)
+            return self._play(self._made(case, unplayed), case.call)
 
     def _made(self, case: Case, unplayed: ExitStack) -> Player:
         """Record a call. An exception in `unplayed` takes that back."""
         call, history = case.call, case.history
-        apart = self._maker.make_way(call, history, case.blocked)
-        history.attempts.tried = True
         with Contained("looked for why a recording is made"):
+            apart = self._maker.make_way(call, history, case.blocked)
+            history.attempts.tried = True
             why = figures.why(case, self._shelf, self._describer.named, self._backoff.place_of)
         try:
             with deferred(), figures.telling(self.name, self._counters) as seconds:
                 player = self._record(call, case.blocked, unplayed, apart=apart)
         except Refusal as refusal:
-            self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)
+            with Contained("noted what was refused"):
+                self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)
             raise
-        player.seconds, player.why = seconds(), why
-        figures.recorded(self.name, player)
+        with Contained("noted what was recorded"):
+            player.seconds, player.why = seconds(), why
+            figures.recorded(self.name, player)
         return player
 
     def _record(self, call: Call, blocked: int, unplayed: ExitStack, *, apart: bool) -> Player:
         history = self._backoff.history(call.key)
         self._policy.raise_unrewarded(history)
         player = self._maker.record(call, history, blocked, apart, self._backward_kind(), unplayed)
-        self._ledger.add(player)
-        recording, averaged = player.recording, loses_overlap(player.recording)
-        if averaged:
-            self._report.remark(_AT_ONCE)
-        untried = self._measures and not history.pays and call.key not in self._backoff.on_trial
-        if untried and on_trial(recording, self.options, averaged=averaged):
-            self._trials.begin(player, history, averaged=averaged)
+        with Contained("noted what was recorded"):
+            self._ledger.add(player)
+            recording, averaged = player.recording, loses_overlap(player.recording)
+            if averaged:
+                self._report.remark(_AT_ONCE)
+            untried = self._measures and not history.pays and call.key not in self._backoff.on_trial
+            if untried and on_trial(recording, self.options, averaged=averaged):
+                self._trials.begin(player, history, averaged=averaged)
         return player
 
     def _backward_kind(self) -> BackwardKind:
