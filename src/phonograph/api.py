@@ -15,6 +15,7 @@ from ._torch import dynamo as torch_dynamo
 from ._torch import modules as torch_modules
 from ._torch.dynamo import ended_by
 from .capture.value_checks import look
+from .devices import owned
 from .engine.check import check as find_out
 from .engine.explanation import Explanation
 from .engine.findings import Findings
@@ -269,7 +270,8 @@ def reset(f: object) -> None:
     f = _what_is_recorded(f)
     recorded = _recorded(f)
     recorded.reset()
-    give_back()
+    if not owned():
+        give_back()
     if isinstance(f, torch.nn.Module) and isinstance(recorded, Recorded):
         unwrap(f, recorded)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from .reasons import code_of
 
-__all__ = ["Again", "Attached", "Elsewhere", "Mismatch", "Overlooked", "PhonographError", "Refusal", "RunsLive", "Stale",
-           "StaleOutput", "Unpadded", "Unrecordable", "Unseen"]  # fmt: skip
+__all__ = ["Again", "Attached", "Elsewhere", "Mismatch", "NotPutBack", "Overlooked", "PhonographError", "Refusal", "RunsLive",
+           "Stale", "StaleOutput", "Unpadded", "Unrecordable", "Unseen"]  # fmt: skip
 
 
 class PhonographError(Exception):
@@ -40,6 +40,14 @@ class Mismatch(PhonographError):
 
     Cause: the function reads something that cannot be noticed cheaply (docs/limits.md) and that changed. Remedy: pass
     it as an argument, or ``pg.reset(f)`` after changing it.
+    """
+
+
+class NotPutBack(PhonographError):
+    """What a call had changed (in its capture, say, which is a dry run) could not be put back, so it cannot run live either.
+
+    Cause: Ctrl-C or a lack of memory in two places at once; or an object of yours that does not let an attribute be set to what
+    it was. The message names the exception. Remedy: go on from a checkpoint.
     """
 
 

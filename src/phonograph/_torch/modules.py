@@ -75,6 +75,8 @@ def call_through(module: torch.nn.Module, call: Callable[..., object] | None) ->
             "this torch release lacks nn.Module._compiled_call_impl: record a function that calls the module"
         )
     module._compiled_call_impl = call
+    if module._compiled_call_impl is not call:  # one of TorchScript's hands attributes on to another
+        vars(module)["_compiled_call_impl"] = call
 
 
 def goes_through(module: torch.nn.Module) -> Private:
@@ -185,9 +187,9 @@ def steps_captured(count: Callable[[object], float | None]) -> Iterator[None]:
 
     places += [(m, _COUNT_READ_BY, reads) for m in modules if hasattr(m, _COUNT_READ_BY)]
     before = [(place, name, vars(place)[name]) for place, name, _ in places]
-    for (place, name, instead), (_, _, old) in zip(places, before, strict=True):
-        setattr(place, name, instead(old))
     try:
+        for (place, name, instead), (_, _, old) in zip(places, before, strict=True):
+            setattr(place, name, instead(old))
         yield
     finally:
         for place, name, old in before:

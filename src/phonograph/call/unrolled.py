@@ -114,11 +114,13 @@ def _item(result: Thing, key: object) -> object:
     """The item of a result from which an argument is fed.
 
     Raises:
-        TypeError: the result has no items.
+        TypeError: the result has no items, or no such attribute.
     """
     if key is None:
         return result
     if isinstance(key, str) and not isinstance(result, Mapping):
+        if not hasattr(result, key):
+            raise TypeError(f"carry takes attribute {key!r} of the result, which is a {type(result).__name__} and has none")
         return getattr(result, key)
     if isinstance(result, torch.Tensor) or not hasattr(result, "__getitem__"):
         raise TypeError(f"carry takes item {key!r} of the result, which is a {type(result).__name__} (carry=\"x\" feeds the "

@@ -14,6 +14,7 @@ import torch
 
 from .._torch.autograd import set_version
 from .._torch.tensors import has_memory, storage_id
+from ..errors import Refusal
 from ..guards import fsdp_state as shards
 from ..guards.reachable import Reach
 from ..python.holders import Holder
@@ -36,6 +37,8 @@ class CallMemory:
         self.slot_ids = frozenset(self.known)
         self.gathered = frozenset(shards.storage(t)._cdata for _, t in reach.gathered)
         self._births: dict[int, _Birth] = {}
+        self.undelivered: BaseException | None = None
+        """What has come (Ctrl-C) just when the call was to be told that a storage has gone."""
         self._made = 0  # storages that the call has made
         self._gone = _forgetting(weakref.ref(self))
         for name, t in reach.tensors.values():
@@ -108,6 +111,17 @@ class CallMemory:
         self._constants.discard(key)
         self.outside.discard(key)
         self.theirs.discard(key)
+
+    def check_heard(self) -> None:
+        """
+        Raises:
+            Refusal: it was not told that a storage has gone, whose identity another may have now.
+            KeyboardInterrupt: likewise, because of this.
+        """
+        if isinstance(self.undelivered, KeyboardInterrupt):
+            raise self.undelivered
+        if self.undelivered is not None or any(birth() is None for birth in [*self._births.values()]):
+            raise Refusal("was interrupted while it was captured", "nothing", this_call=True, final=False)
 
     def others(self, leaving: Set[int]) -> tuple[weakref.ref[torch.UntypedStorage], ...]:
         """Storages that operators of the call made, that are still there, and that are not among these."""
@@ -182,6 +196,9 @@ def _forgetting(watch: weakref.ref[CallMemory]) -> Callable[[_Birth], None]:
             listening = pause_profiling()
             try:
                 mine.died(birth.key)
+            except BaseException as e:  # which Python prints, and nobody gets
+                mine.undelivered = e
+                raise
             finally:
                 if listening is not None:
                     sys.setprofile(listening)

@@ -155,6 +155,9 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
             if listening is not None:
                 sys.setprofile(listening)
 
+    def position(self) -> int:
+        return len(self.parts)
+
     def kernels(self) -> list[tuple[str, object]]:
         """The kernels so far that no operator has launched: their names, and what they are given."""
         return []

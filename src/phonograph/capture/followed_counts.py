@@ -37,13 +37,17 @@ class FollowedCounts(CallMemory):
         assert self.dials is not None
         counts, by = args[:2]
         constant = not isinstance(by, torch.Tensor) or storage_id(by) in self._constants
-        if not (constant and kwargs.get("alpha", 1) == 1 and self.dials.moves(COUNTING[m.name], counts, by)):
+        if not (constant and kwargs.get("alpha", 1) == 1 and self.dials.moves(COUNTING[m.name], counts, by, self.position())):
             return False
         tensors = operators.tensors_in([counts], [])
         if not all(t.is_cpu for t in tensors):
             return False
         self.touched.update(map(storage_id, tensors))
         return True
+
+    def position(self) -> int:
+        """How much the call has done so far, in the measure of `Program.ran`."""
+        raise NotImplementedError
 
     def dials_lost(self, values: Sequence[object]) -> None:
         """Stop following hyper-parameters that an operator outside of the graph takes."""

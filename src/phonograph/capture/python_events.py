@@ -47,6 +47,7 @@ from ..python.identity import identity
 from ..python.introspection import is_table
 from ..python.loggers import ASKING, Question, question
 from ..python.origin import BACKWARD, is_users, runs_through, users_line
+from ..python.standing import ended, standing
 from ..state.rng import READS, SETS, asked
 from .effects import ANYONE, BEGINS_GROUP, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
 
@@ -212,6 +213,7 @@ _monitors: Thing = getattr(sys, "monitoring", None)
 HEARS_ALL_THREADS = _monitors is not None
 """Whether what autograd calls on threads of its own is heard as well."""
 
+_NAME = "phonograph"
 _TOOLS = (4, 3, 5, 2, 1, 0)  # the last ones are by convention an optimizer's, a profiler's, a coverage tool's, a debugger's
 _OF_TYPES = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType)
 # (Methods that are told their class have a type of their own, which has no other name.)
@@ -258,14 +260,9 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     def returned(code: CodeType, offset: int, value: Thing) -> None:
         listener.returned(sys._getframe(1), value)
 
-    _monitors.use_tool_id(tool, "phonograph")
-    _monitors.register_callback(tool, events.PY_START, started)
-    _monitors.register_callback(tool, events.CALL, called)
-    _monitors.register_callback(tool, events.PY_RETURN, returned)
-    try:
-        _monitors.set_events(tool, events.PY_START)
-        yield
-    finally:
+    def undo() -> None:
+        if _monitors.get_tool(tool) != _NAME:
+            return
         _monitors.set_events(tool, events.NO_EVENTS)
         for code in heard:
             _monitors.set_local_events(tool, code, events.NO_EVENTS)
@@ -273,6 +270,14 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             _monitors.register_callback(tool, event, None)
         _monitors.free_tool_id(tool)
         _monitors.restart_events()  # what was switched off for single functions must not stay so for the next tool
+
+    with standing(undo):
+        _monitors.use_tool_id(tool, _NAME)
+        _monitors.register_callback(tool, events.PY_START, started)
+        _monitors.register_callback(tool, events.CALL, called)
+        _monitors.register_callback(tool, events.PY_RETURN, returned)
+        _monitors.set_events(tool, events.PY_START)
+        yield
 
 
 def alone() -> bool:
@@ -329,14 +334,18 @@ def _profiling(listener: Listener) -> Iterator[None]:
         before(frame, event, arg)
         profile(frame, event, arg)
 
-    with _paused(before):
+    mine = threading.get_ident()
+
+    def undo() -> None:
+        global _ours
+        _ours = outer
+        if threading.get_ident() == mine:
+            sys.setprofile(before if callable(before) else None)
+
+    with ended(_paused(before)), standing(undo):
         _ours = chained if callable(before) else profile
         sys.setprofile(_ours)
-        try:
-            yield
-        finally:
-            _ours = outer
-            sys.setprofile(before if callable(before) else None)
+        yield
 
 
 @contextmanager

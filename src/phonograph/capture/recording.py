@@ -66,6 +66,12 @@ class Program(Protocol):
     waits: str
     """Why each run waits for the device; empty if it does not."""
 
+    ran: int
+    """How much of it had run where an exception has ended its last run: segments (of a tape: operators), counted from the
+    beginning of the call. Who has read it sets it to 0."""
+    shows: int
+    """Where so much has run, and no more, it has left nothing outside by which one could tell."""
+
     own_generators: Sequence[torch.Generator]
     """Those of compiled code's own from which it draws, and a live call as well."""
     outs: tuple[torch.Tensor, ...]

@@ -16,6 +16,7 @@ import torch
 from .._torch import modules as torch_modules
 from .._torch.dynamic import Args, Kwargs, Private
 from ..errors import Refusal, Unseen
+from ..python.standing import ended
 from ..values.step_counts import counts_on_the_host
 from .dispatch import OperatorWatch
 
@@ -37,7 +38,7 @@ def skipping_on_the_device(watch: OperatorWatch) -> Iterator[None]:
 
         return step
 
-    with torch_modules.scaled_step(maybe_step):
+    with ended(torch_modules.scaled_step(maybe_step)):
         yield
 
 

@@ -41,13 +41,14 @@ _LEAVES = ("RETURN_", "YIELD_", "RERAISE", "STORE_ATTR", "STORE_SUBSCR", "STORE_
            "DELETE_GLOBAL", "SEND")  # fmt: skip
 
 lookouts: list[Callable[[], None]] = []
-"""What raises the exception of a check that has failed since, where one has: of each device on which that shows later."""
+"""What is called before each call: it raises the exception of a check that has failed since, where one has (of each device on
+which that shows later), or does what could not be done in the middle of another call."""
 
 
 def look() -> None:
-    """Raise what a check of an earlier replay has found."""
-    for raising in lookouts:
-        raising()
+    """Catch up with what was left to this call, and raise what a check of an earlier replay has found."""
+    for one in [*lookouts]:  # which may go
+        one()
 
 
 class _Raise(NamedTuple):

@@ -31,6 +31,7 @@ from ..engine.recorded import Recorded
 from ..guards.reachable import Reach
 from ..options import Options
 from ..python.identity import identity
+from ..python.standing import fresh_in_children
 from ..statistics import Counters, Observed, Stats
 
 __all__ = ["Bound", "BoxedGraph", "Closed", "Graph", "named"]
@@ -266,7 +267,7 @@ class BoxedGraph(Graph):
         return self._answer(given)
 
 
-_binding = threading.RLock()
+_binding = fresh_in_children(threading.RLock())
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, list[Bound]] = weakref.WeakKeyDictionary()
 _owners: dict[int, weakref.ref[torch.nn.Module]] = {}  # by the ids of parameters and buffers; some may be gone
 

@@ -45,7 +45,7 @@ def cond(pred: object, true_fn: Callable[..., R], false_fn: Callable[..., R], *o
         return _called(true_fn if pred else false_fn, operands)
     watch = watch_here()
     if watch is None:
-        return _called(true_fn if number_of(pred) else false_fn, operands)
+        return _called(true_fn if number_of(pred, "pg.cond: pred") else false_fn, operands)
     with torch.no_grad():
         number = pred.logical_not()
     return _recorded(watch, number, {"true_fn": true_fn, "false_fn": false_fn}, operands)
@@ -81,7 +81,7 @@ def switch(index: int | torch.Tensor, branches: Sequence[Callable[..., R]], *ope
         raise TypeError(f"pg.switch: index is of an integer type, not {index.dtype}")
     watch = watch_here()
     if watch is None:
-        return _called(_clamped(branches, int(number_of(index))), operands)
+        return _called(_clamped(branches, int(number_of(index, "pg.switch: index"))), operands)
     return _recorded(watch, index, named, operands)
 
 

@@ -84,7 +84,7 @@ def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
     first = apart(state, Tree.of(state).tensors)
     watch = watch_here()
     if watch is None:
-        return _turns(number_of(times) if isinstance(times, torch.Tensor) else times, body_fn, first)
+        return _turns(number_of(times, "pg.repeat: n") if isinstance(times, torch.Tensor) else times, body_fn, first)
     if torch.is_grad_enabled() and isinstance(times, int):  # after one turn it shows whether gradients are wanted
         first, times = Tree.of(_turns(min(times, 1), body_fn, first)), times - 1
         if any(t.requires_grad for t in first.tensors):
@@ -130,7 +130,10 @@ def _live(cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: Tree,
     whole: S = state.whole(state.tensors)
     for i in count():
         goes_on = _given(cond_fn, whole)
-        if not (number_of(goes_on) if isinstance(goes_on, torch.Tensor) else goes_on) or i == most:
+        if (
+            not (number_of(goes_on, "pg.while_loop: the condition") if isinstance(goes_on, torch.Tensor) else goes_on)
+            or i == most
+        ):
             break
         found = apart(_given(body_fn, whole), ())
         whole = found.whole(found.tensors)

@@ -59,9 +59,15 @@ def watch_here() -> OperatorWatch | None:
     return Cuts.watch() if recording_here() else None
 
 
-def number_of(t: torch.Tensor) -> Thing:
-    """What a live call reads of a tensor to go on. It is nothing that a recording would stumble over."""
-    if t.numel() != 1 or type(t) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(t):
+def number_of(t: torch.Tensor, name: str) -> Thing:
+    """What a live call reads of a tensor, which is called so, to go on. It is nothing that a recording would stumble over.
+
+    Raises:
+        RuntimeError: it has more elements than one, or none.
+    """
+    if t.numel() != 1:
+        raise RuntimeError(f"{name} must be a tensor of one element, not of shape {tuple(t.shape)}")
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) or not has_memory(t):
         return t.item()  # which raises as it does in eager
     with without_modes():
         return torch.ops.aten._local_scalar_dense.default(t)

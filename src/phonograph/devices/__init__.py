@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from threading import RLock
 
 import torch
 
 from ..errors import Refusal
+from ..python.standing import fresh_in_children
 from ..values.device_names import named
 from .base import Device
 from .cpu.device import CpuDevice
@@ -17,11 +17,9 @@ from .cuda.device import CudaDevice  # now, and not in the middle of somebody's 
 __all__ = ["all_devices", "device_for", "lock", "owned"]
 
 _devices: dict[torch.device, Device] = {}
-lock = RLock()  # recordings are made and played under it: they share memory
+lock = fresh_in_children(RLock())  # recordings are made and played under it: they share memory
 owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
 """Whether this thread has the lock: a call then comes out of the middle of another, from a signal handler or a finalizer."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def device_for(device: torch.device) -> Device:

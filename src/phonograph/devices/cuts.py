@@ -36,6 +36,7 @@ from ..guards.tensor_states import state_of
 from ..python.holders import Holder
 from ..python.identity import identity
 from ..python.origin import users_line
+from ..python.standing import Standing
 from ..values.host_scalars import READS_NUMBER, Site, tensors_of
 from ..values.keys import NoSignature, plain_key
 from ..values.pytree import flatten, unflatten
@@ -73,6 +74,14 @@ class Cuts:
         self._left = 0  # how many are to come
 
     def __enter__(self) -> None:
+        self._standing = Standing(self._undo)
+        try:
+            self._enter()
+        except BaseException:
+            self._standing.end()
+            raise
+
+    def _enter(self) -> None:
         self._modes = _modes()
         if self._notes is not None and self._notes.cuts:
             self._held = [(h, h.read()) for h in self._reach.holders if h.dial is None]
@@ -86,8 +95,12 @@ class Cuts:
         Cuts.now.append(self)
 
     def __exit__(self, *_: object) -> None:
-        Cuts.now.remove(self)
-        self._backwards.__exit__(None, None, None)
+        self._standing.end()
+
+    def _undo(self) -> None:
+        Cuts.now[:] = [one for one in Cuts.now if one is not self]
+        if threading.get_ident() == self._thread:  # of which it is a setting
+            self._backwards.__exit__(None, None, None)
         self._watch.split, self._watch.decisive = frozenset(), frozenset()
         self._watch.arrivals = None
         self._watch.cutting = self._watch.deciding = None  # or it would keep itself, with all that it has noted

@@ -21,6 +21,7 @@ from .._torch.tensors import has_memory
 from ..aten import operators
 from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
+from ..python.standing import standing
 from ..values.host_scalars import Site, readable, site_of
 from ..values.wording import source_of
 
@@ -108,13 +109,15 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
     places: list[tuple[object, str]] = [(torch.Tensor, name) for name in names]
     places += [(torch, name) for name in names if name == "tensor_split"]
     own = [vars(place).get(name) for place, name in places]
-    for place, name in places:
-        setattr(place, name, asking(name, getattr(place, name)))
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for (place, name), before in zip(places, own, strict=True):
-            if before is None:
-                delattr(place, name)  # it was inherited
-            else:
+            if before is not None:
                 setattr(place, name, before)
+            elif name in vars(place):
+                delattr(place, name)  # it was inherited
+
+    with standing(undo):
+        for place, name in places:
+            setattr(place, name, asking(name, getattr(place, name)))
+        yield

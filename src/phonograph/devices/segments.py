@@ -11,6 +11,7 @@ recordings) are put back with the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..errors import Refusal
 from ..guards.gradients import Grads
 from ..guards.hyperparameters import Dials
 from ..memory.spans import Spans
+from ..python.putting_back import put_back
 from ..state.rng import put
 
 __all__ = ["Diverged", "Segments", "TakenBack"]
@@ -69,13 +71,16 @@ class Segments:
 
     def __init__(
         self, programs: Sequence[Program], breaks: list[Break], written: list[torch.UntypedStorage],
-        generators: Sequence[torch.Generator], operators: int,
+        generators: Sequence[torch.Generator], operators: int, starts: Sequence[int], shows: int,
     ) -> None:  # fmt: skip
+        """The programs start where so much of the call has run, and all together show outside as a `Program` does."""
         self.programs = programs
         self.breaks = breaks
         self.footprint: Spans = programs[0].footprint
         self.owned = Spans()
         self.operators: int = operators
+        self._starts = starts
+        self.ran, self.shows = 0, shows
         amiss = [p.amiss for p in programs if p.amiss is not None]
         first: Callable[[], str | None] = lambda: next(filter(None, (one() for one in amiss)), None)  # noqa: E731
         self.amiss = first if amiss else None
@@ -100,7 +105,7 @@ class Segments:
         self.programs[-1].copies(outs)
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
-        self.stopped, self._dials_fit, self._turned = False, True, False
+        self.stopped, self._dials_fit, self._turned, self.ran = False, True, False, 0
         before = self._before()
         disturbed = self.disturbing()
         done: list[Done] = []
@@ -118,20 +123,27 @@ class Segments:
             other, torn = self._run_live(live, done, disturbed, before.versions)
             if other or torn or disturbed():
                 diverged = Diverged(live, other or "changes what the function relies on", done, torn)
-                self._undo(before)
+                put_back(partial(self._undo, before))
                 if torn and before.grads is not None:
                     before.grads.lose()
                 raise diverged
             targets = self._run_program(number + 1, (), before)
         _give(before.kept)  # those that the call leaves are given at its end (`Grads.leave`)
+        self.ran = 0
         return targets
 
     def _run_program(self, number: int, sources: Tensors, before: _Before) -> list[torch.Tensor]:
+        program = self.programs[number]
         try:
-            return self.programs[number].run(sources)
+            targets = program.run(sources)
         except TakenBack:
-            self._undo(before)
+            put_back(partial(self._undo, before))
             raise
+        except BaseException:
+            self.ran, program.ran = self._starts[number] + program.ran, 0
+            raise
+        self.ran = self._starts[number + 1]
+        return targets
 
     def _before(self) -> _Before:
         marked = any(isinstance(live, MarkedBreak) for live in self.breaks)

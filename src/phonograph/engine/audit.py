@@ -23,6 +23,7 @@ import enum
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from ..autograd.backward import Backward
@@ -93,8 +94,8 @@ def difference(name: str, function: Callable[..., object], call: Call, player: P
             with uncollected():
                 describer.packages.before()
                 reach = describer.reach(call)
-                with Nested():
-                    record(name, function, call, reach, device, terms)
+                with Nested(), ExitStack() as unplayed:
+                    record(name, function, call, reach, device, terms, unplayed)
         except Overlooked as e:
             describer.extend_reach(e)
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from ..errors import Refusal
+from ..errors import NotPutBack, Refusal
 from ..guards.carried_state import Carries
 from ..statistics import logger
 from ..values.keys import NoSignature
@@ -14,7 +14,8 @@ from ..values.wording import failure, innermost
 __all__ = ["Contained"]
 
 _REPORT = "the call has run live; please report it; until then mark the part that it is about @pg.live, or set PHONOGRAPH=off"
-_ANSWERS = (Refusal, NoSignature, Carries, Opens)
+_OTHERS = (Refusal, NoSignature, Carries, Opens, NotPutBack, Warning)
+"""Answers; what has to be told; and warnings, which the user may have turned into errors."""
 
 
 class Contained:
@@ -27,7 +28,7 @@ class Contained:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, _ANSWERS):
+        if not isinstance(error, Exception) or isinstance(error, _OTHERS):
             return
         where, *_ = innermost(error.__traceback__)
         known = failure(error, "")

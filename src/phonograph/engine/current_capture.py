@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from .._torch.autograd import on_thread_of_autograds
 from ..errors import Refusal
+from ..python.standing import standing
 
 __all__ = ["capturing", "recording_here", "refuse"]
 
@@ -17,11 +18,14 @@ _captures: list[tuple[int, list[Refusal]]] = []  # the threads that capture, the
 @contextmanager
 def capturing(refused: list[Refusal]) -> Iterator[None]:
     """The block is a capture on this thread. It adds to `refused` what code that runs in it refuses."""
-    _captures.append((threading.get_ident(), refused))
-    try:
+    mine = threading.get_ident(), refused
+
+    def undo() -> None:
+        _captures[:] = [one for one in _captures if one is not mine]
+
+    with standing(undo):
+        _captures.append(mine)
         yield
-    finally:
-        _captures.pop()
 
 
 def recording_here() -> bool:

@@ -33,7 +33,7 @@ from ..capture.python_events import HEARS_ALL_THREADS, Listener, alone, watching
 from ..capture.skipped_steps import skipping_on_the_device
 from ..devices.base import CapturePlan
 from ..devices.cuts import Cuts
-from ..errors import Overlooked, Refusal, Unseen
+from ..errors import NotPutBack, Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
 from ..guards.carried_state import Carried, Carries
@@ -45,10 +45,11 @@ from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
 from ..python.origin import BACKWARD
+from ..python.putting_back import put_back
 from ..python.read_gate import Reads
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
-from ..values.pytree import Flattener, Opens, containers, flatten, unflatten
+from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten
 from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, first_line, innermost, naming
 from ..values.wording import operator as written
@@ -108,7 +109,7 @@ class DryRun:
         except Refusal as refusal:
             refusal.places = [levels(self._listener.loggers.values())] if self._listener is not None else []
             raise
-        except (Overlooked, Carries, Opens, KeyboardInterrupt):
+        except (Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
             raise
         except BaseException as e:  # SystemExit and the like: effects before it are the live run's
             raise self._failed(e) from e
@@ -124,7 +125,7 @@ class DryRun:
             yield
         except BaseException:
             if self._watch is not None:
-                self._watch.roll_back()
+                put_back(self._watch.roll_back)
             raise
 
     def _plan(self, most: float) -> CapturePlan:
@@ -159,6 +160,8 @@ class DryRun:
         said = naming(written(operator.name()) if operator is not None else "", source, direct=direct)
         unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first_line(e)}"', _ELSEWHERE)
         reason, remedy = failure(e, said, device.failures) or unknown
+        if isinstance(e, (MemoryError, torch.OutOfMemoryError)):
+            operator = None  # which is nothing that cannot be captured
         return Refusal(reason, remedy, line, final=False, failed=True, operator=operator)
 
     # -- inside of the capture
@@ -199,6 +202,7 @@ class DryRun:
             watch.digest.end(returned.shape, leaves, watch.kernels())
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
+        watch.check_heard()
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)
         self._behaviour = Behaviour(code, tuple(seen), arguments.copied(), returned, numbers, effects.left)
         return _with_slots(result, [*zip(seen, slots, strict=True), *state])
@@ -286,6 +290,8 @@ class DryRun:
         self, result: object, arguments: Arguments, found: Attributes, watch: OperatorWatch, listener: Listener
     ) -> tuple[object, _Effects]:
         """A result together with the tensors that the call leaves elsewhere; they are taken away from there."""
+        if contains_itself(result):
+            raise Refusal("returns a container that contains itself", "return what is in it")
         edited = arguments.edits()
         torch.clear_autocast_cache()  # or it would look as if the function kept what is in it
         for refusal in self._refused:

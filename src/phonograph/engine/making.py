@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .._torch import ddp as torch_ddp
@@ -45,7 +46,7 @@ from .describer import Describer
 from .history import History
 from .player import Player
 from .recorder import record
-from .shelf import Shelf
+from .shelf import Key, Shelf
 from .verify import repeats
 
 __all__ = ["BackwardKind", "Maker", "Stops", "loses_overlap"]
@@ -94,9 +95,11 @@ class Maker:
         self.backwards: weakref.WeakSet[Any] = weakref.WeakSet()
         """Recorded functions, of the backwards of its results."""
 
-    def record(self, call: Call, history: History, blocked: int, apart: bool, backward_kind: BackwardKind) -> Player:
+    def record(
+        self, call: Call, history: History, blocked: int, apart: bool, backward_kind: BackwardKind, unplayed: ExitStack
+    ) -> Player:
         """A recording of this call, on the shelf; `blocked`: so many others cannot be played, because of what is held. It may
-        have to keep `apart` from those."""
+        have to keep `apart` from those. An exception in `unplayed` takes it back."""
         with Contained("made a recording"), uncollected():
             reach = self._describer.reach(call)
             if self._describer.recurring.stands_any((*call.containers, *call.tensors)):
@@ -106,19 +109,20 @@ class Maker:
             device.tidy()
             device.pool.take_back(keep=[borrowed.loan for borrowed in call.borrowed.values()])
             turns = self._options.takes_turns or any(player.awaited() for player in self._shelf.of(call.key))
-            recording = self._capture(call, history, reach, device, blocked, apart, turns)
+            recording = self._capture(call, history, reach, device, Placement(blocked, apart, turns), unplayed)
             if self._options.live_backward and recording.backward is not None and recording.backward.only_captured:
                 raise replace(_ONLY_CAPTURED)
             device.settle(recording)
-            device.pool.add(recording)
             if recording.communicates:
                 ranks.follow(recording, self._counters)
             player = Player(recording, device)
+            unplayed.push(partial(self._unplayed, call.key, player))
             if self._options.audit:
                 player.unaudited = audit.never(self._function, recording)
                 player.due = audit.due_after(0, self._options.audit) if not player.unaudited else player.due
             if recording.backward is not None:
                 player.joint = self._joint(recording.backward, recording, call, history, device, apart, turns, backward_kind)
+            device.pool.add(recording)
         self.entangled |= recording.entangled
         self.devices.add(device)
         self._counters.recorded += 1
@@ -127,6 +131,16 @@ class Maker:
         self._shelf.add(call.key, player)
         logger.debug("%s", recording)
         return player
+
+    def _unplayed(self, key: Key, player: Player, kind: object, error: object, trace: object) -> None:
+        """A recording goes that an exception has kept from its shelf, or from leaving gradients as its first play has to. (A
+        refusal, which is an answer to one call, leaves it there for others.)"""
+        if error is None:
+            return
+        if player not in self._shelf.of(key):
+            player.close()
+        elif not isinstance(error, Refusal) and not player.recording.reliances.grads.sealed:
+            self._shelf.drop(key, lambda one: one is player)
 
     def _joint(
         self, backward: Backward, recording: Recording, call: Call, history: History, device: Device, apart: bool, turns: bool,
@@ -158,22 +172,24 @@ class Maker:
         return recorded
 
     def _capture(
-        self, call: Call, history: History, reach: Reach, device: Device, blocked: int, apart: bool, turns: bool
+        self, call: Call, history: History, reach: Reach, device: Device, placement: Placement, unplayed: ExitStack
     ) -> Recording:
         """Capture the call, until a capture hears nothing new."""
         borrow = self._options.outputs == "borrow"
         for _ in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.capture.attached else None
-            terms = self._terms(call, history, tracing, Placement(blocked, apart, turns, borrow))
+            terms = self._terms(call, history, tracing, replace(placement, borrow=borrow))
             self._describer.packages.before()
             try:
-                with Nested(), _relying_on(reach):
-                    recording = record(self._name, self._function, call, reach, device, terms)
-                settled(tracing)
-                self.mentions = reach.mentions
-                if self._options.verify and (twice := repeats(recording)) is not None:
-                    raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
-                return recording
+                with ExitStack() as undo:
+                    with Nested(), _relying_on(reach):
+                        recording = record(self._name, self._function, call, reach, device, terms, undo)
+                    settled(tracing)
+                    self.mentions = reach.mentions
+                    if self._options.verify and (twice := repeats(recording)) is not None:
+                        raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
+                    unplayed.push(undo.pop_all())
+                    return recording
             except Overlooked as e:
                 self._describer.extend_reach(e)
                 reach = self._describer.reach(call)

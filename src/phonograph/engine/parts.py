@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ from .._torch.dynamo import run_where_traced
 from ..aten.operators import meaning
 from ..autograd.backward import Backward
 from ..capture.recording import Entangled
-from ..devices import lock
+from ..capture.value_checks import lookouts
+from ..devices import lock, owned
 from ..errors import Refusal
+from ..guards.module_epochs import give_back
 from ..options import Options, overloads
 from ..state.reentrancy import inside
 from ..statistics import Counters, Observed, Stats
@@ -42,6 +45,8 @@ class Parts(Binding, Observed):
     """Whether sizes that grow are noticed, and recordings that are played keep their places."""
 
     def __init__(self, function: Callable[..., object], options: Options) -> None:
+        if not isinstance(options, Options):
+            raise TypeError(f"options must be an Options (pg.record makes them), not {type(options).__name__}")
         self.options = options
         self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         super().__init__()
@@ -60,7 +65,6 @@ class Parts(Binding, Observed):
         self._stops = Stops(self._stop, self._doubt)
         self._maker = Maker(self.name, function, options, counters, describer, shelf, backoff, self._stops)
         self._ledger = Ledger(self.name, counters, self._report, self._trials.timeline)
-        self._reset_wanted = False
 
     def __repr__(self) -> str:
         return f"<recorded {self.name}: {len(self._shelf)} recordings>"
@@ -143,15 +147,21 @@ class Parts(Binding, Observed):
                 lock.release()
 
     def reset(self) -> None:
-        """Drop all recordings and what was learned; free their memory. At the next call, if another thread is busy or this is
-        asked for in a capture, which counts on all memory that it has seen."""
-        if inside() or recording_here() or (not lock.acquire(False) and not acquired()):
-            for one in (self, *self._instances):
-                one._reset_wanted, one._gate.closed = True, None
-                one._forget_known()
+        """Drop all recordings and what was learned; free their memory. When recorded functions are called next, if another
+        thread is busy, or if this comes out of the middle of a call: of a capture, which counts on all memory that it has seen,
+        or of a replay (from a signal handler, a finalizer), which works in what would go."""
+        if owned() or inside() or recording_here() or (not lock.acquire(False) and not acquired()):
+            _wanted.add(self)
+            if _catch_up not in lookouts:
+                lookouts.append(_catch_up)
             return
         try:
-            self._reset_wanted = False
+            self._reset()
+        finally:
+            lock.release()
+
+    def _reset(self) -> None:
+        with lock:
             self._shelf.clear()
             self._shelf.close(self._trials.aside)
             self._trials.clear()
@@ -162,20 +172,32 @@ class Parts(Binding, Observed):
             self._report.reasons.clear()
             self._gate.reset()
             for mine in (*self._instances, *self._backwards):
-                mine.reset()
+                mine._reset()
             self._maker.entangled = Entangled()
-            self._tidy()
-        finally:
-            lock.release()
+            self._maker.tidy()
 
     def _tidy(self) -> None:
-        if inside():
-            return  # a capture counts on all memory that it has seen
+        if owned() or inside():
+            return  # a capture counts on all memory that it has seen, and a replay on its own
         if lock.acquire(blocking=False):  # not now, if another thread is busy: it may be waiting for this one
             try:
                 self._maker.tidy()
             finally:
                 lock.release()
+
+
+_wanted: weakref.WeakSet[Parts] = weakref.WeakSet()
+"""Those that are to be reset."""
+
+
+def _catch_up() -> None:
+    """Reset those. Where that cannot be even now, it is asked for once more."""
+    lookouts.remove(_catch_up)
+    those = [*_wanted]
+    _wanted.clear()
+    for one in those:
+        one.reset()
+    give_back()
 
 
 def counted(recorded: Parts) -> Counters:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -33,6 +34,7 @@ from ..guards.attribute_effects import advance, putting
 from ..memory.pool import Fill, Pool, unexpanded
 from ..memory.spans import Spans
 from ..python.identity import identity
+from ..python.putting_back import put_back
 from ..values.host_scalars import reading
 from ..values.pytree import rebuilding
 from .output_kinds import AS_IT_IS, Aliased, Copied, Leased
@@ -61,6 +63,7 @@ class Player:
         self._written = [(i, s.tensor, unexpanded(s.tensor) is s.tensor, s.moved) for i, s in slots if s.written]
         self._reads = recording.reads
         self._counts = recording.left.counts
+        self._counted = 0  # the last play of which they were
         self._settings = [(one.spot.put, one.new) for one in recording.settings]
         self._bump = [t for t in recording.written_outside if not t.is_inference()]
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
@@ -249,22 +252,26 @@ class Player:
         copied = self._nbytes + (self._fill_borrowed(tensors) if self._borrowed else 0)
         if self.played == 1 and self.may_begin_again:
             self.recording.reliances.grads.keep()
+        run = self._run_in_sight if profiling() else self._run
+        sources = tensors if self._feeds_all else [tensors[i] for i in self._fed]
         try:
-            run = self._run_in_sight if profiling() else self._run
-            targets = run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
+            targets = run(sources)
         except TakenBack:  # nothing has happened
             self.played -= 1
             if not self.played:
-                self.recording.reliances.grads.restore()  # to what they were before the capture, which this call follows
+                self.recording.reliances.grads.unless_played()
             raise
-        except BaseException:  # an operator that raises (an index out of range) leaves what was written before it
-            program = self.recording.program
-            self._leave(tensors, gradients=not (isinstance(program, Segments) and program.stopped))  # there they are right
+        except BaseException:
+            self._break_off(tensors)
             raise
-        self._leave(tensors)
-        if self.recording.written:
-            bump([call.containers[i] for i in self.recording.written])
-        self._count()
+        try:
+            self._leave(tensors)
+            if self.recording.written:
+                bump([call.containers[i] for i in self.recording.written])
+            self._count()
+        except BaseException:
+            self._publish(tensors)
+            raise
         self.touch()
         return self._hand_out(call, tensors, targets), copied
 
@@ -277,12 +284,40 @@ class Player:
         """Advance counters on the host: numbers in attributes, and step counts of optimizers."""
         if self._counts:
             advance(self._counts)
+            self._counted = self.played
         for put, value in self._settings:
             put(value)
         if self._steps is not None:
             self._steps.advance()
 
-    def _leave(self, tensors: list[torch.Tensor], gradients: bool = True) -> None:
+    def _break_off(self, tensors: Sequence[torch.Tensor]) -> None:
+        """An exception has ended a run: that of an operator, say. What it has written by then stays, as in eager, and so do
+        numbers on the host, as far as it has come."""
+        program = self.recording.program
+        stopped = isinstance(program, Segments) and program.stopped  # by what is live: there gradients and counts are right
+        ran, program.ran = program.ran, 0
+        if not ran:
+            return
+        try:
+            self._leave(tensors, gradients=not stopped)
+        finally:
+            if self._steps is not None and not stopped:
+                self._steps.break_off(ran, shows=ran > program.shows)
+            if ran > program.shows:
+                advance(self._counts)
+                for put, value in self._settings:
+                    put(value)
+
+    def _publish(self, tensors: Sequence[torch.Tensor]) -> None:
+        """An exception has come (Ctrl-C) when the effects of a run were half published: they are now."""
+        if self._counted == self.played:
+            self._counts = ()
+        try:
+            put_back(partial(self._write_back, tensors), self._after, self._count)
+        finally:
+            self._counts = self.recording.left.counts
+
+    def _leave(self, tensors: Sequence[torch.Tensor], gradients: bool = True) -> None:
         """Publish the effects of a run: written arguments, version counters, gradients."""
         if self._written:
             self._write_back(tensors)
@@ -293,14 +328,21 @@ class Player:
     def play_flat(self, tensors: tuple[torch.Tensor, ...]) -> tuple[object, int]:
         """Replay for a call whose arguments are just these tensors. The recording is `ready` for them."""
         self._enter()
+        run = self._run_in_sight if profiling() else self._run
+        sources = tensors if self._feeds_all else [tensors[i] for i in self._fed]
         try:
-            run = self._run_in_sight if profiling() else self._run
-            targets = run(tensors if self._feeds_all else [tensors[i] for i in self._fed])
-        finally:  # an operator that raises (an index out of range) leaves what was written before it
+            targets = run(sources)
+        except BaseException:
+            self._break_off(tensors)
+            raise
+        try:
             if self._written:
                 self._write_back(tensors)
             self._after()
-        self._count()
+            self._count()
+        except BaseException:
+            self._publish(tensors)
+            raise
         self.touch()
         return self._rebuild(targets) if self._all_copied else self._hand_out(None, tensors, targets), self._nbytes
 

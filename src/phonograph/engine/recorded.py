@@ -16,7 +16,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -35,6 +35,7 @@ from ..errors import Refusal
 from ..guards.carried_state import Carries
 from ..options import Options, switched_off
 from ..python.signals import deferred
+from ..python.standing import unwound
 from ..state import capturable as optimizers
 from ..state.reentrancy import Nested, inside
 from ..values.keys import NoSignature
@@ -181,33 +182,28 @@ class Recorded(Parts, Generic[P, R]):
 
     def _answer(self, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         """Replay, record or warm up: (True, the result). Or refuse: (False, the refusal)."""
-        with lock:
+        with lock, unwound():
             self._counters.calls += 1
             try:
-                call, found, cleared_some = self._find(self._described(args, kwargs), args, kwargs)
-                if found.player is not None:
-                    if found.player.grads_held():
-                        raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
-                    if found.player.played >= found.player.due and not self._stands(found.player, call):
-                        return True, self._warm_up(call, args, kwargs)
-                    return True, self._play(found.player, call)
-                history = self._backoff.history(call.key)
-                self._raise_refused(call, history)
-                obstructed = cleared_some and any(map(obstructing, found.waiting))
-                case = self._policy.case(call, history, found.broken, found.blocked, obstructed)
-                if self._policy.next(case) is Step.WARM_UP:
+                with Contained("looked for what to do with a call"):
+                    call, player, case = self._chosen(args, kwargs)
+                if player is not None:
+                    return True, self._play(player, call)
+                if case is None:
                     return True, self._warm_up(call, args, kwargs)
                 try:
-                    return True, self._play(self._made(case), call)
+                    return True, self._made_and_played(case)
                 except Refusal as e:
-                    if not self._maker.learns(e, history, call):
-                        raise
+                    with Contained("learned from what was refused"):
+                        if not self._maker.learns(e, case.history, call):
+                            raise
                     e.drop_references()
                     return True, self._warm_up(call, args, kwargs)
                 except (Carries, Opens) as e:
-                    self._describer.learn(e, call)
-                    call = self._described(args, kwargs)  # which has another signature now
-                    self._backoff.history(call.key, history)
+                    with Contained("learned what a call carries"):
+                        self._describer.learn(e, call)
+                        call = self._described(args, kwargs)  # which has another signature now
+                        self._backoff.history(call.key, case.history)
                     self._counters.calls -= 1
                     return self._answer(args, kwargs)
             except NoSignature as e:
@@ -217,6 +213,25 @@ class Recorded(Parts, Generic[P, R]):
         refusal.drop_references()
         return False, refusal
 
+    def _chosen(self, args: Args, kwargs: Kwargs) -> tuple[Call, Player | None, Case | None]:
+        """A call, and what is played for it, or recorded; neither, if it is to warm up.
+
+        Raises:
+            NoSignature, Refusal: it has to run live.
+        """
+        call, found, cleared_some = self._find(self._described(args, kwargs), args, kwargs)
+        player = found.player
+        if player is not None:
+            if player.grads_held():
+                raise Refusal("a gradient of an earlier call is held", "clone p.grad instead of keeping it")
+            stands = player.played < player.due or self._stands(player, call)
+            return call, player if stands else None, None
+        history = self._backoff.history(call.key)
+        self._raise_refused(call, history)
+        obstructed = cleared_some and any(map(obstructing, found.waiting))
+        case = self._policy.case(call, history, found.broken, found.blocked, obstructed)
+        return call, None, None if self._policy.next(case) is Step.WARM_UP else case
+
     def _described(self, args: Args, kwargs: Kwargs) -> Call:
         """Describe the call.
 
@@ -224,12 +239,9 @@ class Recorded(Parts, Generic[P, R]):
             NoSignature: it has no signature.
             Refusal: it has to run live, even if a recording would fit.
         """
-        if self._gate.never is None:
-            if self._uncalled is not None:  # it is called
-                self._uncalled.stop()
-                self._uncalled = None
-            if self._reset_wanted:
-                self.reset()
+        if self._gate.never is None and self._uncalled is not None:  # it is called
+            self._uncalled.stop()
+            self._uncalled = None
         self._gate.check()
         not_here = refused_here()
         if not_here is not None:
@@ -326,34 +338,42 @@ class Recorded(Parts, Generic[P, R]):
 
     # -- a recording is made
 
-    def _made(self, case: Case) -> Player:
-        """Record a call for which no recording fits."""
+    def _made_and_played(self, case: Case) -> object:
+        """Record a call for which no recording fits. Up to its first play all is taken back where something fails."""
+        with ExitStack() as unplayed:
+            return self._play(self._made(case, unplayed), case.call)
+
+    def _made(self, case: Case, unplayed: ExitStack) -> Player:
+        """Record a call. An exception in `unplayed` takes that back."""
         call, history = case.call, case.history
-        apart = self._maker.make_way(call, history, case.blocked)
-        history.attempts.tried = True
         with Contained("looked for why a recording is made"):
+            apart = self._maker.make_way(call, history, case.blocked)
+            history.attempts.tried = True
             why = figures.why(case, self._shelf, self._describer.named, self._backoff.place_of)
         try:
             with deferred(), figures.telling(self.name, self._counters) as seconds:
-                player = self._record(call, case.blocked, apart=apart)
+                player = self._record(call, case.blocked, unplayed, apart=apart)
         except Refusal as refusal:
-            self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)
+            with Contained("noted what was refused"):
+                self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)
             raise
-        player.seconds, player.why = seconds(), why
-        figures.recorded(self.name, player)
+        with Contained("noted what was recorded"):
+            player.seconds, player.why = seconds(), why
+            figures.recorded(self.name, player)
         return player
 
-    def _record(self, call: Call, blocked: int, *, apart: bool) -> Player:
+    def _record(self, call: Call, blocked: int, unplayed: ExitStack, *, apart: bool) -> Player:
         history = self._backoff.history(call.key)
         self._policy.raise_unrewarded(history)
-        player = self._maker.record(call, history, blocked, apart, self._backward_kind())
-        self._ledger.add(player)
-        recording, averaged = player.recording, loses_overlap(player.recording)
-        if averaged:
-            self._report.remark(_AT_ONCE)
-        untried = self._measures and not history.pays and call.key not in self._backoff.on_trial
-        if untried and on_trial(recording, self.options, averaged=averaged):
-            self._trials.begin(player, history, averaged=averaged)
+        player = self._maker.record(call, history, blocked, apart, self._backward_kind(), unplayed)
+        with Contained("noted what was recorded"):
+            self._ledger.add(player)
+            recording, averaged = player.recording, loses_overlap(player.recording)
+            if averaged:
+                self._report.remark(_AT_ONCE)
+            untried = self._measures and not history.pays and call.key not in self._backoff.on_trial
+            if untried and on_trial(recording, self.options, averaged=averaged):
+                self._trials.begin(player, history, averaged=averaged)
         return player
 
     def _backward_kind(self) -> BackwardKind:

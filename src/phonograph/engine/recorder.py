@@ -9,6 +9,9 @@ A capture is a dry run: the device notes kernels and executes none. If a phase f
 saved: Python attributes and containers, `.grad`, random states, settings of optimizers. The caller then runs the function live,
 which is the only run with effects. The exception of a failed capture never reaches the user: where the function itself is at
 fault, the live run raises it again.
+
+Gradients that the call leaves stand there from the capture on, and the first play gives them their values. So to them the
+transaction reaches up to that (`unplayed`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from ..errors import Again, Attached, Decides, Elsewhere, Refusal
 from ..guards.followed_numbers import Fixed, Unfollowed
 from ..guards.hyperparameters import probing
 from ..guards.reachable import Reach
+from ..python.standing import unwound
 from ..state.capturable import fit_to_step
 from ..values.wording import defined_at, locating
 from .capture_terms import Advances, ReadAgain, Request, Terms, Untraced
@@ -42,8 +46,11 @@ __all__ = ["SMALL", "Capture", "record"]
 SMALL = 64 << 10  # bytes: results up to this size, in all, are copied out of the pool, so that holding them blocks no replay
 
 
-def record(name: str, function: Callable[..., object], call: Call, reach: Reach, device: Device, terms: Terms) -> Recording:
+def record(
+    name: str, function: Callable[..., object], call: Call, reach: Reach, device: Device, terms: Terms, unplayed: ExitStack
+) -> Recording:
     """Capture a call and return its recording, not yet played. If an attempt fails on its terms, the next one has weaker terms.
+    An exception in `unplayed` puts back what the capture has left for the first play.
 
     Raises:
         Attached: a result has a history, and the terms have no `tracing`.
@@ -56,7 +63,7 @@ def record(name: str, function: Callable[..., object], call: Call, reach: Reach,
     while True:  # each attempt is freed before the next
         try:
             with locating(lambda reason: _mentioned_at(reach, reason) or defined_at(function)):
-                recording = Capture(Request(name, function, call, reach, device, terms)).recording()
+                recording = Capture(Request(name, function, call, reach, device, terms)).recording(unplayed)
             give_up(terms, doubted)
             return recording
         except Untraced as e:
@@ -91,13 +98,14 @@ class Capture:
     def __init__(self, request: Request) -> None:
         self.request = request
 
-    def recording(self) -> Recording:
-        """Run all phases."""
-        with ExitStack() as undo:
+    def recording(self, unplayed: ExitStack) -> Recording:
+        """Run all phases. Until the recording is played, `unplayed` takes the place of the transaction."""
+        with unwound(), ExitStack() as undo:
             self.enter(undo)
             self.run()
             self.judge()
             self.settle()
+            unplayed.push(self.prepared.grads.unless_played)
         return self.settlement.recording()
 
     def enter(self, undo: ExitStack) -> None:

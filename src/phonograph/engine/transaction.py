@@ -11,15 +11,18 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from .._torch.dynamic import Foreign, Thing
-from ..call.signature import modes, put_back
+from ..call.signature import modes
+from ..call.signature import put_back as put_back_modes
 from ..errors import Refusal
 from ..guards.gradients import Grads
 from ..guards.reachable import Reach
 from ..guards.snapshot import Snapshot
+from ..python.putting_back import put_back
 
 __all__ = ["transaction"]
 
@@ -33,11 +36,7 @@ def transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
         yield snapshot
         host.restore(changed="draws random numbers on the host (random or numpy.random)", where=_draws_at(reach))
     except BaseException:
-        snapshot.restore()
-        reach.packages.restore()
-        grads.restore()
-        host.restore()
-        put_back(settings)
+        put_back(snapshot.restore, reach.packages.restore, grads.restore, host.restore, partial(put_back_modes, settings))
         raise
     finally:
         torch.clear_autocast_cache()

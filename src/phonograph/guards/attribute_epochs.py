@@ -33,6 +33,7 @@ from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import ASKS_NO_SUBCLASS
 from .._torch.tensors import TensorBase, is_ordinary, owners, use_count
 from ..python.identity import identity
+from ..python.standing import fresh_in_children
 
 __all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "may_have_door", "nobody_has", "room_of", "states"]
 
@@ -47,7 +48,7 @@ class Door:
         self._hang, self._take_away = hang, take_away
         self._hung = False
         self._users: set[weakref.ref[object]] = set()
-        self._lock = threading.RLock()  # a user may go, as garbage, within any of the lines that have it
+        self._lock = fresh_in_children(threading.RLock())  # a user may go, as garbage, within any of the lines that have it
 
     def stay_for(self, user: object) -> None:
         """It is there from now on, until this object is gone or says that it needs it no more."""

@@ -17,6 +17,7 @@ from .._torch.dynamic import Thing
 from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_id, use_count
 from ..errors import Refusal
 from ..python.identity import identity
+from ..python.putting_back import put_back
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
 from .attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
 from .fed_gradients import FedGradients, made_by
@@ -134,11 +135,13 @@ class _Some:
         self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
         self._lying = list(map(address, self._parts))
         self._standing = self._count()
-        for p in self.owners:
-            p.grad = None
-        self._alone = self._count()
-        for p, g in zip(self.owners, self.created, strict=True):
-            p.grad = g
+        try:
+            for p in self.owners:
+                p.grad = None
+            self._alone = self._count()
+        finally:
+            for p, g in zip(self.owners, self.created, strict=True):
+                p.grad = g
         made_by(self, [g for g in self.created if is_ordinary(g) and storage_id(g) not in self.outside])
         self.outside = frozenset()
 
@@ -271,7 +274,8 @@ class Grads:
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         self._all: list[_Some] = []
         self._as_captured = False  # what the call has left stands there, and not what it has found
-        self._sealed = False
+        self.sealed = False
+        """Whether the first play has left what the call leaves."""
         self._was_held = False
 
     @property
@@ -295,6 +299,11 @@ class Grads:
                 kept().data = kept.data()
             if kept() is None or p.grad is not kept():
                 p.grad = kept.again()
+
+    def unless_played(self, kind: object = None, error: object = Refusal, trace: object = None) -> None:
+        """An exception, if there is one, ends the call of which this is the capture: put them back, if no replay has run."""
+        if error is not None and self._as_captured:
+            put_back(self.restore)
 
     def keep(self) -> None:
         """Before a replay that may have to be given up half-way: what the call found stays there until then."""
@@ -356,9 +365,8 @@ class Grads:
     def seal(self) -> None:
         """From now on nobody but the parameters and this recording holds the gradients that the call created."""
         self._before, self._as_captured = [], False
-        if self._sealed:
+        if self.sealed:
             return
-        self._sealed = True
         for some in self._all:
             some.seal()
         if self._given.isdisjoint([storage for some in self._all for storage in some.storages]):
@@ -367,11 +375,12 @@ class Grads:
                     gradients.lead_to(some.involved)
                     gradients.stay_for(self)
                     some.behind = all(map(has_gradient_door, some.involved))
+        self.sealed = True
 
     def show(self) -> None:
         """Before the first replay in whose middle somebody may see gradients: until then those stand there that the call will
         leave."""
-        if not self._sealed:
+        if not self.sealed:
             before = self._before
             self.seal()
             self._before = before

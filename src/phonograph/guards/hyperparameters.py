@@ -51,6 +51,7 @@ from ..python.identity import identity
 from ..python.introspection import takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs
+from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said
 from ..values.formulas import Formula, Given, Values, Worked, written
 from ..values.host_scalars import READS_NUMBER
@@ -294,6 +295,8 @@ class Dials:
         self._touched: set[int] = set()
         classes = [self.source(k) for k in range(self._counts_from, self._length)]
         self._stand: list[Dial] = [classes[k] for k in counts.of]  # the dial for what each count is by now
+        self._found = list(self._stand)  # when the call begins
+        self._moving_at: list[tuple[int, int, Dial]] = []  # at which position of the call which of them becomes another
         self._marks: list[list[Dial]] = []  # those at the ends of segments
         self._thread = threading.get_ident()
         # Known once the capture is over: what depends on counts, which are others at each replay.
@@ -452,9 +455,9 @@ class Dials:
             return None
         return self._stand[i]
 
-    def moves(self, name: str, counts: Any, by: Any) -> bool:
-        """An operator adds numbers to these tensors, or multiplies them by some: whether they are step counts. Then it must not
-        run."""
+    def moves(self, name: str, counts: Any, by: Any, position: int) -> bool:
+        """An operator adds numbers to these tensors, or multiplies them by some, at this position of the call: whether they are
+        step counts. Then it must not run."""
         several = isinstance(counts, (list, tuple))
         places = [self.counts.index.get(identity(t)) for t in (counts if several else (counts,))]
         if not places or None in places:
@@ -463,6 +466,7 @@ class Dials:
         for i, number in zip(places, numbers, strict=True):
             if i is not None:
                 self._stand[i] = self._moved(name, i, _plain(number))
+                self._moving_at.append((position, i, self._stand[i]))
         return True
 
     def _moved(self, name: str, i: int, number: float) -> Dial:
@@ -593,6 +597,18 @@ class Dials:
         if segment == -1:
             for i, number in zip(self._become, self._leaves, strict=True):
                 self.spots[i].put(number)
+
+    def break_off(self, ran: int, *, shows: bool) -> None:
+        """An exception has ended a run when so much had run: counts are what eager would have left there, and, where the run
+        `shows`, numbers at spots."""
+        stand = list(self._found)
+        for position, i, dial in self._moving_at:
+            if position < ran:
+                stand[i] = dial
+        become, places = self._moving(stand)
+        self.counts.put([*zip(become(self.values), places, strict=True)])
+        for i, number in zip(self._become, self._leaves, strict=True) if shows else ():
+            self.spots[i].put(number)
 
 
 def _fails(function: Callable[..., object], *of: object) -> bool:
@@ -726,7 +742,7 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
             group[key] = mark
         for i, spot in enumerate(spots):
             spot.put(dials.spot(i))
-        with _watched(dials), steps_captured(dials.count):
+        with ended(_watched(dials)), ended(steps_captured(dials.count)):
             yield dials
     finally:
         for i, (spot, mark) in enumerate(zip(spots, dials._seen_last, strict=True)):

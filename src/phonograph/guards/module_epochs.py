@@ -28,12 +28,13 @@ from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modules import member_accessor
 from .._torch.tensors import TensorBase, has_memory
 from ..python.identity import identity
+from ..python.standing import fresh_in_children
 
 __all__ = ["Wrapped", "all_wrapped", "epoch", "give_back", "leave", "watch"]
 
 _watched: set[int] = set()
 _listeners: dict[weakref.ref[object], frozenset[int]] = {}  # who has anything watched, and what
-_lock = threading.Lock()
+_lock = fresh_in_children(threading.Lock())
 _some_gone = False
 epoch = 0
 """A number that changes whenever something watched may have changed."""

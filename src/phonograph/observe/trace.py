@@ -116,8 +116,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: it is none.
     """
-    with _opened(Path(path), "rt") as file:
-        trace = json.load(file)
+    try:
+        with _opened(Path(path), "rt") as file:
+            trace = json.load(file)
+    except ValueError:  # not JSON, or not even text
+        trace = None
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError(f"{path} is no trace of torch's profiler (export_chrome_trace)")
     return trace

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .standing import Standing, standing
+
 __all__ = ["telling_collections", "uncollected"]
 
 
@@ -22,15 +24,15 @@ class uncollected:  # noqa: N801 - it is used as a function
     """Inside the block it does not start by itself, whoever's code runs. (An arena asks for this at each birth and death of a
     tensor.)"""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_off",)
 
     def __enter__(self) -> None:
-        self._before = gc.isenabled()
+        self._off = Standing(gc.enable) if gc.isenabled() else None
         gc.disable()
 
     def __exit__(self, *_: object) -> None:
-        if self._before:
-            gc.enable()
+        if self._off is not None:
+            self._off.end()
 
 
 @contextmanager
@@ -46,11 +48,12 @@ def telling_collections() -> Iterator[Callable[[], bool]]:
         if phase == "stop":
             source_of.clear()
 
-    gc.callbacks += [ends, ends]  # first: it may start between these two lines. Of two one is called also where a callback
-    gc.callbacks.insert(0, begins)  # takes itself from the list, which goes on after the next then
-    try:
-        yield lambda: threading.get_ident() in source_of
-    finally:
+    def undo() -> None:
         for ours in (begins, ends, ends):
             if ours in gc.callbacks:
                 gc.callbacks.remove(ours)
+
+    with standing(undo):
+        gc.callbacks += [ends, ends]  # first: it may start between these two lines. Of two one is called also where a callback
+        gc.callbacks.insert(0, begins)  # takes itself from the list, which goes on after the next then
+        yield lambda: threading.get_ident() in source_of

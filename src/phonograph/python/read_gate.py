@@ -29,6 +29,7 @@ from .._torch.dynamo import tells_of_compilation
 from .identity import identity
 from .introspection import MISSING
 from .origin import is_torchs
+from .standing import ended, fresh_in_children, standing
 from .subscripts import TABLES, keys_after
 
 __all__ = ["Reads", "behind_gate", "may_be_gated"]
@@ -43,7 +44,7 @@ gated = WeakKeyDictionary[type, int]()
 _ANY = object()
 _NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
 _BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
-_noting = threading.Lock()
+_noting = fresh_in_children(threading.Lock())
 _gates = dict[object, object]()  # what stands in classes for the time of a call, and what stood there
 
 
@@ -103,38 +104,43 @@ class Reads:
             self.certain = False
             yield
             return
+        locks = [_noting]
         put = list[tuple[type, str, Thing]]()
 
         def begin(kind: type, name: str, gate: Thing) -> None:
-            stood = vars(kind).get(name, MISSING)
-            _gates[gate] = stood
-            type.__setattr__(kind, name, gate)
+            _gates[gate] = vars(kind).get(name, MISSING)
             put.append((kind, name, gate))
+            type.__setattr__(kind, name, gate)
 
         def end() -> None:
             while put:
-                kind, name, gate = put.pop()
-                if (stood := _gates[gate]) is MISSING:
+                kind, name, gate = put[-1]
+                stood = _gates.get(gate, MISSING)
+                if vars(kind).get(name) is not gate:
+                    pass  # it has not come there, or has gone
+                elif stood is MISSING:
                     type.__delattr__(kind, name)
                 else:
                     type.__setattr__(kind, name, stood)
-                del _gates[gate]  # last: other threads may look at the class
+                _gates.pop(gate, None)  # late: other threads may look at the class
+                put.pop()
 
         def compiles() -> None:
             self.certain = False
             end()
 
-        with tells_of_compilation(compiles):
-            try:
-                for kind, sets in [(kind, kind.__setattr__) for kind in kinds]:  # one may derive from another
-                    begin(kind, "__getattribute__", self._gate())
-                    if kind is not torch.nn.Module:  # whose writes say what they write
-                        begin(kind, "__setattr__", self._gate_of_writes(sets))
-                gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
-                yield
-            finally:
-                end()
-                _noting.release()
+        def undo() -> None:
+            end()
+            while locks:
+                locks.pop().release()
+
+        with standing(undo), ended(tells_of_compilation(compiles)):
+            for kind, sets in [(kind, kind.__setattr__) for kind in kinds]:  # one may derive from another
+                begin(kind, "__getattribute__", self._gate())
+                if kind is not torch.nn.Module:  # whose writes say what they write
+                    begin(kind, "__setattr__", self._gate_of_writes(sets))
+            gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
+            yield
 
     def _gate(self) -> Thing:
         found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__

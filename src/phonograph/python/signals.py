@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from .standing import standing
+
 __all__ = ["deferred"]
 
 
@@ -29,13 +31,17 @@ def deferred() -> Iterator[None]:
 
     found = {number: signal.getsignal(number) for number in signal.valid_signals()}
     handlers = {n: handler for n, handler in found.items() if callable(handler) and handler is not signal.default_int_handler}
-    for number in handlers:
-        signal.signal(number, wait)
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for number, handler in handlers.items():
             if signal.getsignal(number) is wait:
                 signal.signal(number, handler)
+
+    try:
+        with standing(undo):
+            for number in handlers:
+                signal.signal(number, wait)
+            yield
+    finally:
         for late in came:
             handlers[signal.Signals(late)](late, sys._getframe())

@@ -18,6 +18,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -182,7 +183,8 @@ class Padded(Recorded[..., object]):
         refusal = self._policy.no_room(case)
         if refusal is not None:
             raise refusal
-        return self._made(case)
+        with ExitStack() as unplayed:
+            return self._made(case, unplayed)
 
     def _said(self, pads: Pads) -> str:
         of = {at for at, dims in pads.items() if any(pad.size != pad.to for pad in dims)}
@@ -274,8 +276,8 @@ class Padded(Recorded[..., object]):
                  for one in self._declared for dim, sizes in one.dims]  # fmt: skip
         return "\n".join([super().explain(), *sizes])
 
-    def reset(self) -> None:
-        super().reset()
+    def _reset(self) -> None:
+        super()._reset()
         self._verdicts.clear()
 
 

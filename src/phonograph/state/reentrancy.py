@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from .._torch.autograd import on_thread_of_autograds
+from ..python.standing import Standing
 
 __all__ = ["Nested", "inside"]
 
@@ -25,14 +26,22 @@ class Nested:
     waiting = 0
 
     def __init__(self, *, waits: bool = False) -> None:
-        self._waits = waits
+        self._waits, self._entered = waits, False
 
     def __enter__(self) -> None:
-        _thread.depth = getattr(_thread, "depth", 0) + 1
+        depth, self._standing = getattr(_thread, "depth", 0), Standing(self._leave)
+        _thread.depth, self._entered = depth + 1, True
         Nested.running += 1
         Nested.waiting += self._waits
 
-    def __exit__(self, *_: object) -> None:
-        _thread.depth -= 1
+    def _leave(self) -> None:
+        if not self._entered:
+            return
+        self._entered = False
+        if self._standing.thread == threading.get_ident():  # and not in a forked child, which has that thread no more
+            _thread.depth -= 1
         Nested.running -= 1
         Nested.waiting -= self._waits
+
+    def __exit__(self, *_: object) -> None:
+        self._standing.end()

@@ -20,8 +20,8 @@ from ..python.origin import written_out
 from .object_layout import layout_of, made_of
 from .pytree_nodes import LEAVES, Back, Node, Opened, build, fill, is_dataclass, leaf_count, object_parts, taken_apart
 
-__all__ = ["Flattener", "Opens", "can_be_opened", "containers", "flatten", "goes_by_pytree", "has_only_attributes", "opened_in",
-           "rebuilding", "unflatten"]  # fmt: skip
+__all__ = ["Flattener", "Opens", "can_be_opened", "containers", "contains_itself", "flatten", "goes_by_pytree",
+           "has_only_attributes", "opened_in", "rebuilding", "unflatten"]  # fmt: skip
 
 
 class Opens(Exception):
@@ -116,18 +116,33 @@ def can_be_opened(thing: object) -> bool:
 
 
 def flatten(tree: object, leaves: list[object], flattener: Flattener | None = None) -> Node | None:
-    """Append the leaves of `tree` to `leaves`, left to right; return its shape (None for a leaf).
+    """Append the leaves of `tree` to `leaves`, left to right; return its shape (None for a leaf). Without a flattener, a
+    container that contains itself is a leaf.
 
     The shape is hashable when all dictionary keys are.
     """
     if flattener is not None:
         return flattener.flatten(tree, leaves)
+    begin = len(leaves)
+    try:
+        return _flatten(tree, leaves)
+    except RecursionError:
+        leaves[begin:] = [tree]
+        return None
+
+
+def _flatten(tree: object, leaves: list[object]) -> Node | None:
     parts = taken_apart(tree)
     if parts is None:
         leaves.append(tree)
         return None
     names, values = parts
-    return Node(type(tree), names, tuple([flatten(v, leaves) for v in values]))
+    return Node(type(tree), names, tuple([_flatten(v, leaves) for v in values]))
+
+
+def contains_itself(tree: object) -> bool:
+    """Whether this is a container whose end nothing can come to."""
+    return flatten(tree, []) is None and taken_apart(tree) is not None
 
 
 def unflatten(node: Node | None, leaves: Iterator[object], built: list[object] | None = None) -> Thing:

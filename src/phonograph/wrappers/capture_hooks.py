@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -185,9 +186,9 @@ class Hooked(Recorded[..., object]):
             _LiveBackward(self._hooks, result, [t for t in call.tensors if _is_input(t)])
         return result
 
-    def _record(self, call: Call, blocked: int, *, apart: bool) -> Thing:
+    def _record(self, call: Call, blocked: int, unplayed: ExitStack, *, apart: bool) -> Thing:
         self._begin(*call.like)
-        return super()._record(call, blocked, apart=apart)
+        return super()._record(call, blocked, unplayed, apart=apart)
 
     def _backward_kind(self) -> BackwardKind:
         hooks = self._hooks

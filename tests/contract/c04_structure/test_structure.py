@@ -360,3 +360,20 @@ def test_c04_results_can_be_copied_and_saved_like_any_tensor(device, tmp_path):
         assert_same(copy.deepcopy(result), result)
         torch.save(result, tmp_path / "result.pt")
         assert_same(torch.load(tmp_path / "result.pt"), result)
+
+
+def inside_itself(x):
+    found = {"x": x * 2}
+    found["all"] = [found]
+    return found
+
+
+@may_run_live
+@pytest.mark.parametrize("options", [{}, {"verify": 2}, {"outputs": "borrow"}, {"fallback": "split"}])
+def test_c04_a_result_that_contains_itself(device, options):
+    f = pg.record(inside_itself, **options)
+    for n in range(4):
+        found = f(ramp(device, 3) + n)
+        assert found["all"][0] is found
+        assert_same(found["x"], (ramp(device, 3) + n) * 2)
+    assert "contains itself" in reasons(f)

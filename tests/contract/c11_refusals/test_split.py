@@ -12,6 +12,8 @@ from torch import nn
 import phonograph as pg
 from phonograph.capture.live_results import Notes
 from phonograph.devices import device_for
+from phonograph.devices.cpu.tape import Tape
+from phonograph.devices.cuda.dispatch import CudaWatch
 from phonograph.engine import recorder
 from phonograph.guards.reachable import Reach
 from phonograph.testing import assert_same
@@ -599,3 +601,24 @@ def test_c11_derivatives_forward_and_nested_tensors_beside_such_an_operator(devi
     both = split(make)
     for n in range(6):
         both(*masked(device, n))
+
+
+@may_run_live
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_c11_what_lacks_memory_once_is_not_taken_for_what_cannot_be_captured(device, monkeypatch, error):
+    watch, left = (Tape if device.type == "cpu" else CudaWatch), [error("injected")]
+    real = watch.perform
+
+    def perform(self, func, m, args, kwargs):
+        if left and m.name == "aten::sin":
+            raise left.pop()
+        return real(self, func, m, args, kwargs)
+
+    monkeypatch.setattr(watch, "perform", perform)
+    f = pg.record(lambda x: (x * 2).sin(), fallback="split", keep="always")
+    for n in range(12):
+        x = torch.ones(3, device=device) + n
+        assert_same(f(x), (x * 2).sin())
+    assert not left
+    assert pg.stats(f).replayed >= 8, pg.explain(f)
+    assert "live between" not in pg.explain(f)

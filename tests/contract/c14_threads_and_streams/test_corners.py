@@ -17,6 +17,10 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.devices import device_for, lock
+from phonograph.engine import figures
+from phonograph.engine.making import Maker
+from phonograph.engine.policy import Policy
+from phonograph.engine.shelf import Shelf
 from phonograph.testing import assert_same
 from tests.contract.shared.corners import globals_as_before  # noqa: F401
 from tests.helpers import may_run_live, ramp, reasons
@@ -247,3 +251,40 @@ def test_c12_a_failure_of_our_own_is_said_and_the_call_runs_live(device, monkeyp
         assert_same(f(ramp(device, 3)), ramp(device, 3) * 2)
     assert "a bug" in caplog.text
     caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(Shelf, "find"), (Policy, "next"), (Maker, "make_way"), (figures, "recorded"), (Maker, "learns")]
+)
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+def test_c12_a_failure_of_our_own_anywhere_before_a_replay(device, monkeypatch, caplog, place, name):
+    real, left = getattr(place, name), []
+
+    def broken(*given, **named):
+        if left:
+            raise left.pop()
+        return real(*given, **named)
+
+    monkeypatch.setattr(place, name, broken)
+    x, refuses = ramp(device, 3), name == "learns"
+    f = pg.record(lambda x: x * float(x.sum()) if refuses else x * 2, fallback="split" if refuses else "live", keep="always")
+    for n in range(6):
+        left += [ZeroDivisionError("a bug")] * (n == 1)
+        assert_same(f(x), x * 6 if refuses else x * 2)
+    assert "a bug" in caplog.text
+    caplog.clear()
+
+
+def test_c11_errors_name_what_was_given_wrongly(device, tmp_path):
+    two = torch.ones(2, device=device) > 0
+    with pytest.raises(RuntimeError, match=r"pg.cond: pred must be a tensor of one element, not of shape \(2,\)"):
+        pg.cond(two, torch.sin, torch.cos, two)
+    with pytest.raises(RuntimeError, match=r"pg.while_loop: the condition must be a tensor of one element"):
+        pg.while_loop(lambda _: two, lambda x: (x,), (two,))
+    with pytest.raises(TypeError, match="options must be an Options"):
+        pg.Recorded(torch.sin, None)
+    with pytest.raises(TypeError, match="carry takes attribute 'a' of the result, which is a Tensor"):
+        pg.record(lambda x: x * 2, steps=2, carry={"x": "a"})(torch.ones(2, device=device))
+    (tmp_path / "trace.json").write_text("no trace")
+    with pytest.raises(ValueError, match=r"trace.json is no trace"):
+        pg.report(tmp_path / "page.html", trace=tmp_path / "trace.json")

@@ -407,3 +407,18 @@ def test_c06_a_saved_weight_gets_other_memory_before_the_backward(device, count)
                 w.grad = None
         assert_same(*found)
     assert pg.stats(calls[0]).recorded == 1
+
+
+@may_run_live
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["trace", "script"])
+def test_c16_a_module_of_torchscript(device, kind):
+    """Its calls come to us as others do, and run live."""
+    net, x = nn.Linear(3, 2).to(device), torch.ones(4, 3, device=device)
+    module = torch.jit.trace(net, x) if kind == "trace" else torch.jit.script(net)
+    assert pg.record(module) is module
+    for _ in range(4):
+        assert_same(module(x), net(x))
+    assert pg.stats(module).calls == 4
+    pg.reset(module)
+    assert_same(module(x), net(x))

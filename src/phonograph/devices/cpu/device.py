@@ -21,6 +21,7 @@ from ..._torch.tensors import storage_id
 from ...capture.recording import Recording, memory_of
 from ...memory.pool import Pool, unexpanded, unowned
 from ...memory.spans import Spans
+from ...python.putting_back import put_back
 from ...state.rng import Rewind
 from ...values.wording import Failure
 from ..base import Captured, CapturePlan
@@ -89,8 +90,7 @@ class CpuDevice:
             footprint = Spans([*self._arena.used, *(memory_of(s) for s in plan.shared if s is not None)])
             program = tape.program(footprint, plan.fed(slots), (self._arena.under(footprint), slots))
         finally:
-            tape.undo()
-            tape.release()
+            put_back(tape.undo, tape.release)
         free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}
         out = tuple(free) if sum(free.values()) <= plan.copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)

@@ -56,6 +56,7 @@ class TapeProgram:
         self.waits = ""
         self.own_generators: Sequence[torch.Generator] = ()
         self.owned = Spans()
+        self.ran = self.shows = 0
         self.outs: tuple[torch.Tensor, ...] = ()
         self._new: list[Callable[[], torch.Tensor]] = []
         self._fill = Fill(slots)
@@ -65,6 +66,7 @@ class TapeProgram:
         with torch.inference_mode(False), torch.no_grad():
             found = [*map(self._call, steps)]
             self._raising = sum(call is not None for call in found[:raising])
+            self._steps = [i for i, call in enumerate(found) if call is not None]  # of which each call is
             self.calls = self._spelled(found)
         # Calls with probes of `dials`: in which list, where; which.
         self._probes: list[tuple[list[Any], int, partial[object], frozenset[float]]] | None = None
@@ -75,21 +77,23 @@ class TapeProgram:
         self._new = [maker(o) for o in outs]
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
-        targets = [new() for new in self._new]
-        with below_autograd(), without_autocast():
-            self._fill(sources)
-            left = iter(self.calls)
-            try:
+        left = iter(self.calls)
+        try:
+            targets = [new() for new in self._new]
+            with below_autograd(), without_autocast():
+                self._fill(sources)
                 for call in left:
                     call()
-            except Exception as e:
-                if len(self.calls) - length_hint(left) <= self._raising:
-                    raise TakenBack(f"an operator raises {type(e).__name__} in a replay", "where that is rare, nothing",
-                                    this_call=True, failed=True) from e  # fmt: skip
-                raise
-            if targets:
-                copy_all(targets, self.outs)
-        return targets
+                if targets:
+                    copy_all(targets, self.outs)
+            return targets
+        except BaseException as e:
+            done = len(self.calls) - length_hint(left)  # with the one that raises
+            self.ran = self._steps[done - 1] + 1 if done else 0
+            if isinstance(e, Exception) and 0 < done <= self._raising:
+                raise TakenBack(f"an operator raises {type(e).__name__} in a replay", "where that is rare, nothing",
+                                this_call=True, failed=True) from e  # fmt: skip
+            raise
 
     def close(self) -> None:
         self.calls = []

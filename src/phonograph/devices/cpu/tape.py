@@ -80,6 +80,8 @@ class Tape(OperatorWatch):
         self._under_way: list[UnderWay] = []
         self._raising = 0  # where one of the first so many steps raises in a replay, the call begins again
         self._put_back: dict[int, torch.UntypedStorage] = {}  # what is put back then
+        self._shows: int | None = None  # the steps before the first that writes outside
+        self._same = 0  # those up to which Python's places outside were as before
         self.drew = False
         self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
@@ -146,6 +148,7 @@ class Tape(OperatorWatch):
             for place in changed(self._before):
                 raise Refusal(f"{source_of(m.name)}, which may be code that asks for it, is called while {place} is another "
                               "than before the call", "change it before the call")  # fmt: skip
+            self._same = self.position() + 1
         casts = self.casts.within(m)
         self.repeated = not m.compiled
         try:
@@ -181,6 +184,9 @@ class Tape(OperatorWatch):
         if works and not m.name.startswith("profiler::"):
             self._steps.append(Step(func, *noted, operands, variant, casts, infers=infers))
         return out
+
+    def position(self) -> int:
+        return len(self._top) + len(self._cuts)  # each of which counts as a step
 
     def captured(self) -> int:
         return len(self._top) - (self._cuts[-1][0] if self._cuts else 0)
@@ -319,8 +325,10 @@ class Tape(OperatorWatch):
         """This may raise in a replay, which knows of no Python code that would run after it, and of no value that the call has
         changed by then: the call has to begin again there, and what it has `written` outside is put back."""
         place = next(iter(changed(self._before)), None)
-        if place is None and not self.caught(any_kind=False):
-            return
+        if place is None:
+            self._same = self.position() + 1
+            if not self.caught(any_kind=False):
+                return
         for t in written:
             self.writes(t)
         if not self._begins_again():
@@ -368,6 +376,7 @@ class Tape(OperatorWatch):
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         self._cuts.append((len(self._steps), part, [*map(self._note, inputs)], [*map(self._note, results)]))
+        self._same = self.position()
 
     def _constant(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor made of Python numbers: each replay starts from its value again."""
@@ -382,14 +391,16 @@ class Tape(OperatorWatch):
     def _save(self, written: list[torch.Tensor]) -> None:
         for t in written:
             key = storage_id(t)
+            if self._shows is None and (key in self.theirs or key in self.slot_ids):
+                self._shows = self.position()
             if key in self.theirs and key not in self._undone:
-                self._undone.add(key)
                 self._undo.append((t.untyped_storage(), t.untyped_storage().clone()))
+                self._undone.add(key)
             birth = self._births.get(key)
             for trial in self._trials:
                 if (birth is None or birth.number < trial.made) and key not in trial.undone:
-                    trial.undone.add(key)
                     trial.undo.append((t.untyped_storage(), t.untyped_storage().clone()))
+                    trial.undone.add(key)
 
     def _new(self, t: torch.Tensor) -> Operand:
         storage = t.untyped_storage()
@@ -441,14 +452,17 @@ class Tape(OperatorWatch):
         pieces = [*enumerate(zip([0, *ends], [*ends, len(self._steps)], strict=True))]
         programs = [TapeProgram(self._steps[a:b], footprint, [] if i else slots, keep, raising=max(0, self._raising - a))
                     for i, (a, b) in pieces]  # fmt: skip
+        shows = max(self.position() if self._shows is None else self._shows, self._same)
         if not self._cuts and not self._raising:
+            programs[0].shows = shows
             return programs[0]
         for _, part, inputs, results in self._cuts:
             with torch.inference_mode(False), torch.no_grad():
                 part.lies([o.tensor() for o in inputs], [o.tensor() for o in results])
         generators = [g for g, _ in self._generator_states] if self.drew else []
+        starts = [0, *(i + end for i, end in enumerate([*ends, len(self._steps)], 1))]
         written = [*(self._put_back | {s._cdata: s for s in self.undone}).values()]
-        return Segments(programs, [part for _, part, *_ in self._cuts], written, generators, len(self._steps))
+        return Segments(programs, [part for _, part, *_ in self._cuts], written, generators, len(self._steps), starts, shows)
 
     def close(self, leaving: set[int]) -> dict[int, Made]:
         """End the tape. Storages that still live and are not among the results (`leaving`) live on outside: gradients,

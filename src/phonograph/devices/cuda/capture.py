@@ -23,6 +23,7 @@ from ...errors import Refusal
 from ...memory.pool import unowned
 from ...memory.spans import Spans
 from ...python.gc_control import uncollected
+from ...python.standing import ended
 from ...state.compiled_generators import among, settled
 from ...state.rng import CudaState, Known, Rewind, put, reset
 from ...values.pytree import flatten, unflatten
@@ -151,7 +152,8 @@ class Capture:
         parts = [part for part, *_ in watch.cuts]
         drawn = [*watch.generators, *(g for own in watch.own for g in own.forward)]
         named_here = [g for g in states.generators[1:] if among(g, drawn)]
-        return Segments(programs, parts, watch.undone, [states.generators[0], *named_here], watch.operators)
+        generators = [states.generators[0], *named_here]
+        return Segments(programs, parts, watch.undone, generators, watch.operators, range(len(programs) + 1), len(parts))
 
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""
@@ -183,7 +185,7 @@ def _no_untraced(watch: OperatorWatch, footprint: Spans) -> None:
 
 @contextmanager
 def _capturing(graphs: Graphs, states: Known) -> Iterator[None]:
-    with uncollected(), told_as_live():
+    with uncollected(), ended(told_as_live()):
         graphs.begin()
         try:
             yield

@@ -48,6 +48,7 @@ class GraphProgram:
         self._launched = torch.cuda.Event()
         self.footprint = footprint
         self.operators = watch.operators
+        self.ran = self.shows = 0
         self.owned = Spans()
         self._graph: Graph | None = graph
         self._keep = keep
@@ -96,30 +97,36 @@ class GraphProgram:
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         if current_device() != self._device or not hasattr(_thread, "has_context"):
             return self._run_elsewhere(sources)
-        if self._others:
-            self._wait_for_others()
-        targets, inside = [new() for new in self._new], self._pointers is not None  # of the graph: the copies
-        if self._pointers is not None:
-            self._pointers.set([*map(address, sources), *map(address, targets)])
-        elif sources:
-            with torch.no_grad():
-                self._fill(sources)
-        if self._dropout is not None:
-            self._dropout.fetch()
-        if self._random:
-            self._go_random()
-        elif code := self._launch() if raw_stream(self._device) == self._stream else self._launch_elsewhere():
-            raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
-        if self._dropout is not None:
-            self._dropout.give_back()
-        if targets and not inside:
-            with torch.no_grad():
-                copy_all(targets, self.outs)
-        if self._others:
-            self._launched.record()
-            for other, _ in self._others:
-                self._launched.wait(other)
-        return targets
+        goes = False
+        try:
+            if self._others:
+                self._wait_for_others()
+            targets, inside = [new() for new in self._new], self._pointers is not None  # of the graph: the copies
+            if self._pointers is not None:
+                self._pointers.set([*map(address, sources), *map(address, targets)])
+            elif sources:
+                with torch.no_grad():
+                    self._fill(sources)
+            if self._dropout is not None:
+                self._dropout.fetch()
+            goes = True
+            if self._random:
+                self._go_random()
+            elif code := self._launch() if raw_stream(self._device) == self._stream else self._launch_elsewhere():
+                raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
+            if self._dropout is not None:
+                self._dropout.give_back()
+            if targets and not inside:
+                with torch.no_grad():
+                    copy_all(targets, self.outs)
+            if self._others:
+                self._launched.record()
+                for other, _ in self._others:
+                    self._launched.wait(other)
+            return targets
+        except BaseException as e:
+            self.ran = int(goes and not isinstance(e, driver.DriverError))
+            raise
 
     def _wait_for_others(self) -> None:
         current = torch.cuda.current_stream()
@@ -218,7 +225,11 @@ class CommunicatingProgram(GraphProgram):
         if current_device() != self._device or not hasattr(_thread, "has_context"):
             return self._run_elsewhere(sources)
         targets = super().run(sources)
-        self._launches.note(self._watched)
+        try:
+            self._launches.note(self._watched)
+        except BaseException:
+            self.ran = 1
+            raise
         return targets
 
     def close(self) -> None:
