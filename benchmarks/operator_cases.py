@@ -36,6 +36,9 @@ except ImportError:
 
 __all__ = ["WAYS", "Member", "members"]
 
+for devices in (torch.cuda, torch.mtia, torch.xpu):  # `manual_seed` formats the stack for each, in case that it should come
+    devices.traceback = types.SimpleNamespace(format_stack=list)
+
 CALLS = 4
 STEPS = 7  # of an optimizer
 SAMPLES = 4
@@ -60,8 +63,9 @@ def seed(k: int) -> None:
 def generators(device: str) -> tuple[object, ...]:
     """Where all generators of the process stand."""
     numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
+    numpy = [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy]
     cuda = [bytes(state.numpy()) for state in torch.cuda.get_rng_state_all()] if device == "cuda" else []
-    return bytes(torch.get_rng_state().numpy()), cuda, random.getstate(), str(numpy)
+    return bytes(torch.get_rng_state().numpy()), cuda, random.getstate(), numpy
 
 
 def spread(n: int) -> list[int]:
@@ -72,6 +76,11 @@ def spread(n: int) -> list[int]:
 
 def floating(tree: object, kind: Callable[[torch.Tensor], bool] = lambda t: t.requires_grad) -> list[torch.Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and kind(t)]
+
+
+def where(tree: object) -> str:
+    """The kind of device on which its tensors are."""
+    return next((t.device.type for t in tree_leaves(tree) if isinstance(t, torch.Tensor)), "cpu")
 
 
 def inexact(t: torch.Tensor) -> bool:
@@ -116,8 +125,7 @@ def _second(f: Any) -> Any:
 
 def _autocast(f: Any) -> Any:
     def call(input: Any, args: Any, kwargs: Any) -> Any:
-        kind = next((t.device.type for t in tree_leaves((input, args, kwargs)) if isinstance(t, torch.Tensor)), "cpu")
-        with torch.autocast(kind, torch.bfloat16):
+        with torch.autocast(where((input, args, kwargs)), torch.bfloat16):
             return f(input, *args, **kwargs)
 
     return call
@@ -191,17 +199,21 @@ class Operator(Member):
             "forward mode": not (differs and info.supports_forward_ad), "out": not info.supports_out,
         }  # fmt: skip
         self.differs = differs
+        self._number: int | None = None  # of samples
         self.ways = tuple(way for way in OPERATOR_WAYS if not without.get(way)) if kinds else ()
 
     def _samples(self, k: int, way: str, places: list[int]) -> Iterator[Any]:
         """Those at these places, made with other values for another `k`."""
         seed(k)
         grads = self.differs and way in ("pair", "whole", "second", "inference")
-        found = self.info.sample_inputs(self.device, self.dtype, requires_grad=grads)
+        # Not by way of `sample_inputs`, which seeds before each of them.
+        found = self.info.sample_inputs_func(self.info, self.device, self.dtype, grads)
         yield from (sample for i, sample in enumerate(itertools.islice(found, max(places) + 1)) if i in places)
 
     def _places(self, way: str) -> list[int]:
-        return spread(sum(1 for _ in self._samples(0, way, [*range(SEEN)])))
+        if self._number is None:
+            self._number = sum(1 for _ in self._samples(0, way, [*range(SEEN)]))
+        return spread(self._number)
 
     def count(self, way: str) -> int:
         return len(self._places(way))
@@ -278,7 +290,7 @@ def _use(model: torch.nn.Module, way: str) -> Any:
         return tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, result)
 
     def cast(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(next((t.device.type for t in tree_leaves(args) if isinstance(t, torch.Tensor)), "cpu"), torch.bfloat16):
+        with torch.autocast(where(args), torch.bfloat16):
             return whole(*args, **kwargs)
 
     return {"whole": whole, "autocast": cast}.get(way, lambda *args, **kwargs: model(*args, **kwargs))

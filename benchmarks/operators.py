@@ -5,8 +5,8 @@
     python benchmarks/operators.py --page > docs/operators.md
 
 A case is a sample of a member in one way (`operator_cases.py`). It is *recorded* (right, and replayed), *live* for a reason,
-*differs*, *raises* where live does not, or *differs from itself*: so do two live plays from the same seeds. Workers have members
-in processes of their own, and where one dies, that is a row of its member; another takes its place.
+*differs*, *raises* where live does not, or *differs from itself*: so do two live plays from the same seeds. Workers have
+members in processes of their own, and where one dies, that is a row of its member; another takes its place.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections import Counter, deque
+from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from phonograph.reasons import code_of
 
 CLAIM = "operators"
 TARGET = "no case differs, raises or ends its process"
+SAVED = 30  # seconds between two versions of the results
 LONGEST = 90  # seconds that a member has for one way
 TASKS = 400  # that a worker has before another takes its place
 RECORDED, DIFFERS, RAISES, CRASHES, ITSELF, NONE = "recorded", "differs", "raises", "crashes", "itself", "none"
@@ -123,7 +125,7 @@ def work(pipe: Any, device: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     known = members(device)
-    pipe.send(list((name, known[name].ways) for name in known))
+    pipe.send([(name, known[name].ways) for name in known])
     while (task := pipe.recv()) is not None:
         name, way = task
         row, said = Counter[str](), list[str]()
@@ -132,7 +134,10 @@ def work(pipe: Any, device: str) -> None:
         except Exception:
             n = 0
         for i in range(n):
-            what, more = case(known[name], way, i)
+            try:
+                what, more = case(known[name], way, i)
+            except Exception as error:  # of the comparison
+                what, more = RAISES, first(error)
             row[what] += 1
             said += [f"{i}: {more}"] if more else []
         pipe.send((dict(row), said))
@@ -174,10 +179,15 @@ class Sweep:
         self.workers: list[Worker] = []
         self.until = time.monotonic() + arguments.seconds
 
-    def run(self) -> None:
+    def run(self, save: Callable[[], None]) -> None:
+        """All that there is time for; what there is of it is saved now and then."""
         self.workers = [Worker(self.arguments.device) for _ in range(self.arguments.at_once)]
+        saved = time.monotonic()
         while any(w.task or not w.ready for w in self.workers) or (self.tasks and time.monotonic() < self.until):
             self._turn()
+            if time.monotonic() > saved + SAVED:
+                save()
+                saved = time.monotonic()
             if time.monotonic() > self.until + 15:
                 break
         for worker in self.workers:
@@ -297,14 +307,17 @@ def main() -> int:
     results = load(path_of(arguments))
     if arguments.device == "cpu":
         import operator_cases  # noqa: F401 - before the forks
-    sweep = Sweep(arguments, results)
-    try:
-        sweep.run()
-    finally:
-        report = harness.Report(CLAIM, TARGET, arguments)
+    sweep, report = Sweep(arguments, results), harness.Report(CLAIM, TARGET, arguments)
+
+    def save() -> None:
         report.figures = totals(results)
         report.decide(not sweep.tasks and not any(count.get(what) for count in report.figures.values() for what in WRONG))
         write(arguments, report, results)
+
+    try:
+        sweep.run(save)
+    finally:
+        save()
     for key, count in report.figures.items():
         print(f"{key:20s} {count}")
     return {True: 0, False: 1, None: 3}[report.met]
