@@ -9,19 +9,24 @@ from typing import Any
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 DATABASES = {"op": ("Operators", "op_db"), "module": ("Modules", "module_db"), "optim": ("Optimizers", "optim_db")}
-SAID = {"itself": "differs from itself", "differs": "**differs**", "raises": "**raises**", "crashes": "**ends the process**",
-        "live": "live"}  # fmt: skip
+SAID = {
+    "digits": "other last digits ([limits](limits.md))",
+    "itself": "differs from itself",
+    "differs": "**differs**",
+    "raises": "**raises**",
+    "crashes": "**ends the process**",
+}
 HEAD = """# Operator by operator
 
 Written by `python benchmarks/operators.py --page` from committed results: do not edit.
 
-torch ships databases of its operators, modules and optimizers, with samples, for its own tests. Each entry was called four times
-with other values, recorded and live, with up to four samples, in these ways: *forward*; *pair* (backward outside); *whole* (backward
-within); *autocast*; *inference* (`torch.inference_mode()`); *out* (`out=`); *vmap*; *second* (gradients of gradients); *forward
-mode*; of optimizers *step* (alone) and *whole*. What is **recorded** was replayed, and equal to live in every bit: results,
-arguments, gradients, and where all random generators stand. What ran live has the code of its [reason](reasons.md), and is as
-right. What **differs from itself** does so live, run twice from one seed: memory that nobody has written (`torch.empty`), or
-on a GPU sums in no fixed order (atomic additions).
+torch ships databases of its operators, modules and optimizers, with samples, for its own tests. Each entry was called four
+times with other values, recorded and live, with up to four samples, in these ways: *forward*; *pair* (backward outside);
+*whole* (backward within); *autocast*; *inference* (`torch.inference_mode()`); *out* (`out=`); *vmap*; *second* (gradients of
+gradients); *forward mode*; of optimizers *step* (alone) and *whole*. What is **recorded** was replayed, and equal to live in
+every bit: results, arguments, gradients, and where all random generators stand. What ran live has the code of its
+[reason](reasons.md), and is as right. What **differs from itself** does so live, run twice from one seed: memory that nobody
+has written (`torch.empty`), or on a GPU sums in no fixed order (atomic additions).
 """
 
 Row = dict[str, Any]

@@ -64,8 +64,8 @@ __all__ = ["CudaWatch"]
 
 _NEGATIVE = "normal expects all elements of std >= 0.0"
 _SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
-# cuSOLVER's eigenvalues wait for the GPU where no capture allows it. A capture that they have invalidated leaves cuSOLVER's handle
-# in it: the next live call on this thread raises CUSOLVER_STATUS_EXECUTION_FAILED (torch 2.11, CUDA 13).
+# To find eigenvalues, cuSOLVER waits for the GPU, which no capture allows. One that it has invalidated so, its handle does not
+# get over: the next live call on this thread raises CUSOLVER_STATUS_EXECUTION_FAILED (torch 2.11, CUDA 13).
 _EIGENVALUES = {f"aten::{name}" for name in ("_linalg_eigh", "linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals",
                                              "_linalg_eigvals")}  # fmt: skip
 _IF_HERMITIAN = {"aten::linalg_pinv", "aten::linalg_matrix_rank"}  # by way of those
