@@ -217,18 +217,18 @@ class _Plan:
         key = storage_id(t)
         there = [x for x in (*self._behaviour.tensors, *self._outside) if storage_id(x) == key]
         if there and t.grad_fn is not None:
-            if self._merely_views(t, there):
-                return self._view(t, t._base)
+            base = t._base
+            if base is not None and self._merely_views(t, [x for x in there if x is base]):
+                return self._view(t, base)
             raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                           "return a clone of it")  # fmt: skip
         output = self._beside(t, there) if there else self._made(t, key)
         return _attached(output) if history else output
 
-    def _merely_views(self, t: torch.Tensor, there: list[torch.Tensor]) -> bool:
-        """Whether it is a view of one of these, with that one's history: it can be made anew of the caller's own."""
-        of = [x for x in there if x is t._base]
+    def _merely_views(self, t: torch.Tensor, base: list[torch.Tensor]) -> bool:
+        """Whether it is a view of this one of the caller's, with that one's history: then it can be made anew of that."""
         others = [x for x in self._results if isinstance(x, torch.Tensor) and x is not t]
-        return bool(of) and not self._behaviour.code.sets_hooks and _merely_viewed(t, others + of)
+        return bool(base) and not self._behaviour.code.sets_hooks and _merely_viewed(t, others + base)
 
     def _beside(self, t: torch.Tensor, there: list[torch.Tensor]) -> Output:
         """A tensor on the memory of an argument, or of a tensor outside."""
