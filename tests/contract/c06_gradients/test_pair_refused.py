@@ -487,3 +487,17 @@ def test_c06_tangents_of_norms_are_rounded_as_live(device, norm):
     for _ in range(4):
         x, t = torch.randn(3, 4, 5, device=device), torch.randn(3, 4, 5, device=device)
         assert_same(recorded(x, t), tangent(x, t))
+
+
+@may_run_live
+def test_c06_a_gradient_has_the_strides_of_live(device):
+    """torch works out of place in the backward of `ormqr` where a mode is told of each operator."""
+
+    def f(q, tau, x):
+        return torch.autograd.grad(torch.ormqr(q, tau, x, transpose=True).square().sum(), (q, tau, x))
+
+    recorded = pg.record(f, warmup=1)
+    for _ in range(4):
+        given = [torch.randn(5, 5, device=device).mT, torch.randn(5, device=device), torch.randn(5, 5, device=device)]
+        given = [t.detach().requires_grad_() for t in given]
+        assert_same(recorded(*given), f(*given))
