@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
 
-from .._torch.autograd import share_version
+from .._torch.autograd import moves_views, share_version
 from .._torch.dynamic import Leaves, Thing
 from .._torch.process_groups import waits_by_itself
 from .._torch.tensors import has_memory, is_shape, is_zero, kind_of, neg_view, storage_id
@@ -228,7 +228,9 @@ class _Plan:
     def _merely_views(self, t: torch.Tensor, base: list[torch.Tensor]) -> bool:
         """Whether it is a view of this one of the caller's, with that one's history: then it can be made anew of that."""
         others = [x for x in self._results if isinstance(x, torch.Tensor) and x is not t]
-        return bool(base) and not self._behaviour.code.sets_hooks and _merely_viewed(t, others + base)
+        if not (base and moves_views) or self._behaviour.code.sets_hooks or _counts_from_the_storage(t):
+            return False
+        return _merely_viewed(t, others + base)
 
     def _beside(self, t: torch.Tensor, there: list[torch.Tensor]) -> Output:
         """A tensor on the memory of an argument, or of a tensor outside."""
@@ -345,6 +347,17 @@ def _merely_viewed(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
             return False
         edge = before[0]
     return base is not None and any(x is base for x in others) and start not in _edges(others)
+
+
+def _counts_from_the_storage(t: torch.Tensor) -> bool:
+    """Whether autograd has `as_strided` among the views between this one and its base, which may begin elsewhere in its storage
+    in each call."""
+    node, base = t.grad_fn, None if t._base is None else t._base.grad_fn
+    while node is not None and node is not base and not hasattr(node, "variable"):
+        if "AsStrided" in node.name() or len(node.next_functions) != 1:
+            return True
+        node = node.next_functions[0][0]
+    return False
 
 
 def _edges(tensors: list[torch.Tensor]) -> set[object]:

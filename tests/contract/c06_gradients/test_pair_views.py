@@ -365,6 +365,24 @@ def test_c06_results_beside_what_shares_memory_with_the_callers(device, results,
     assert pg.stats(recorded).replayed == 4, pg.explain(recorded)
 
 
+@may_run_live  # by what counts from the beginning of the storage
+@pytest.mark.parametrize(
+    "view", [lambda x: x[1:].t(), lambda x: x.unflatten(0, (2, 1)), lambda x: x.as_strided((2,), (1,), x.storage_offset())]
+)
+def test_c06_a_view_of_an_argument_that_lies_elsewhere_each_time(device, view):
+    """In storages of other sizes, and not at their beginning."""
+    recorded = pg.record(lambda x: (x.exp(), view(x)), warmup=1)
+    for n in range(6):
+        found = []
+        for f in (recorded, lambda x: (x.exp(), view(x))):
+            leaf = torch.linspace(0, 1, 8 * (4 + n), device=device).view(-1, 4).requires_grad_()
+            x = (leaf * 1)[n : n + 2] if n % 2 else (leaf[:2] * 1)
+            y, viewed = f(x)
+            (y.sum() + 3 * viewed.square().sum()).backward()
+            found.append((leaf.grad, viewed._base is (x if x._base is None else x._base), viewed, y))
+        assert_same(*found)
+
+
 @pytest.mark.parametrize("look", ["hook", "retain", "grad"])
 @pytest.mark.parametrize("results", [BESIDE[name] for name in ("a part of the argument", "of no elements", "conjugated")])
 def test_c06_who_looks_at_gradients_of_those(device, results, look):
