@@ -217,9 +217,9 @@ class _Plan:
         key = storage_id(t)
         there = [x for x in (*self._behaviour.tensors, *self._outside) if storage_id(x) == key]
         if there and t.grad_fn is not None:
-            base = t._base
-            if base is not None and self._merely_views(t, [x for x in there if x is base]):
-                return self._view(t, base)
+            theirs = t._base
+            if theirs is not None and self._merely_views(t, [x for x in there if x is theirs]):
+                return self._view(t, theirs)
             raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                           "return a clone of it")  # fmt: skip
         output = self._beside(t, there) if there else self._made(t, key)
