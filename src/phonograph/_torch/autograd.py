@@ -121,6 +121,12 @@ def original_views() -> AbstractContextManager[None]:
     return nullcontext() if _original_views is None else _original_views(True)
 
 
+_unsafe_view: Private = getattr(torch.Tensor, "_view_func_unsafe", lambda mould, base: None)
+
+moves_views = _original_views is not None and hasattr(torch.Tensor, "_view_func_unsafe")
+"""Whether `view_like` works with bases that begin elsewhere in their storage (but for views that count from there)."""
+
+
 def view_like(mould: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """The view of `base` that `mould` is of its own base: made by the same functions, where those were kept. They give
     gradients of the same strides, for which kernels may round in the same way.
@@ -129,6 +135,8 @@ def view_like(mould: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         ValueError: the bases differ in their metadata.
     """
     view: torch.Tensor | None = mould._view_func(base)  # type: ignore[attr-defined]
+    if view is None and base.size() == mould._base.size() and base.stride() == mould._base.stride():  # type: ignore[union-attr]
+        view = _unsafe_view(mould, base)  # it begins elsewhere in its storage, or that has another size
     if view is None:
         raise ValueError(f"there is no such view of a tensor of size {tuple(base.shape)} and stride {base.stride()}")
     return view

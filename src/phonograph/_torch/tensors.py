@@ -30,6 +30,7 @@ __all__ = [
     "is_ordinary",
     "is_shape",
     "is_valueless",
+    "is_zero",
     "kind_of",
     "make_subclass",
     "maker",
@@ -82,7 +83,8 @@ _has_storage: Callable[[torch.Tensor], bool] = getattr(torch._C, "_has_storage",
 
 _is_functional: Callable[[torch.Tensor], bool] = getattr(torch, "_is_functional_tensor", lambda t: False)
 
-_is_zero: Callable[[torch.Tensor], bool] = getattr(torch._C.TensorBase, "_is_zerotensor", lambda t: False)
+is_zero: Callable[[torch.Tensor], bool] = getattr(torch._C.TensorBase, "_is_zerotensor", lambda t: False)
+"""Whether autograd knows a tensor to be zero: nothing lies where it does, and nobody can write it."""
 
 
 def is_ordinary(t: torch.Tensor) -> bool:
@@ -115,7 +117,7 @@ def has_memory(t: torch.Tensor) -> bool:
 def _lies_somewhere(t: torch.Tensor) -> bool:
     if not _has_storage(t) or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
         return False
-    return not (_is_zero(t) or _is_functional(t))
+    return not (is_zero(t) or _is_functional(t))
 
 
 def _has_address(t: torch.Tensor) -> bool:
@@ -142,7 +144,7 @@ def kind_of(t: torch.Tensor) -> str:
             return f"a {found} tensor"
         if type(t) not in _ORDINARY:
             return f"a tensor of class {type(t).__qualname__}"
-        return "a tensor that is known to be zero" if _is_zero(t) else "a tensor that has no memory"
+        return "a tensor that is known to be zero" if is_zero(t) else "a tensor that has no memory"
 
 
 def is_shape(t: torch.Tensor) -> bool:
@@ -152,7 +154,7 @@ def is_shape(t: torch.Tensor) -> bool:
 
 def is_valueless(t: torch.Tensor) -> bool:
     """Whether there is nothing that could be another value at a replay: it is a shape, or known to be zero."""
-    return type(t) in _ORDINARY and (t.is_meta or _is_zero(t))
+    return type(t) in _ORDINARY and (t.is_meta or is_zero(t))
 
 
 _functorch_wrapped: Private = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda t: False)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from .._torch.dynamic import Args, Kwargs, Private
 from .._torch.operators import OpOverload, calls_others
@@ -108,7 +109,14 @@ _CONSTANT = {"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"}
 _RESHAPES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 # Their derivatives are another formula where nobody may look on the host whether there are zeros, as in a capture.
 _OTHER_DERIVATIVES = {"aten::prod", "aten::cumprod"}
+# Of some others, where somebody is told of each operator: tangents that are rounded otherwise, a gradient with other strides.
+_OTHER_TANGENTS = {f"aten::{name}" for name in (
+    "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "native_group_norm",
+    "native_layer_norm", "prod",
+)}  # fmt: skip
 _READS_NUMBER = "aten::_local_scalar_dense"
+_OTHER_STRIDES = {"aten::ormqr"}
+_REFUSABLE = _MASKED_WRITES | _RESHAPES_STORAGE | _OTHER_DERIVATIVES | _OTHER_TANGENTS | _OTHER_STRIDES
 _REMEDIES = {
     _READS_NUMBER: "keep the value on the device: torch.where, pg.cond or masked arithmetic instead of .item(), "
     "float(), bool() or `if`, x[i.view(1)] instead of x[i] where i has no dimensions; or return the tensor and read it "
@@ -170,7 +178,7 @@ def _meaning(func: OpOverload) -> Meaning:
         shape_from_data=shape_from_data,
         random=random,
         metadata_only=torch.Tag.inplace_view in tags,
-        refusable=reads_host or shape_from_data or schema.name in _MASKED_WRITES | _RESHAPES_STORAGE | _OTHER_DERIVATIVES,
+        refusable=reads_host or shape_from_data or schema.name in _REFUSABLE,
         compiled=compiled,
         others=others,
         communicates=far,
@@ -297,6 +305,11 @@ def check(m: Meaning, args: Args, kwargs: Kwargs, said: Callable[[str], str] = s
     if m.name in _OTHER_DERIVATIVES and torch.is_grad_enabled() and args[0].requires_grad:
         raise Refusal(f"{said(m.name)} has a gradient for which torch looks on the host whether there are zeros",
                       "work with logarithms: x.log().cumsum(-1).exp()")  # fmt: skip
+    if (m.name in _OTHER_TANGENTS and forward_ad._current_level >= 0) or (
+        m.name in _OTHER_STRIDES and torch.is_grad_enabled() and any(t.requires_grad for t in operands(args, kwargs))
+    ):
+        raise Refusal(f"{said(m.name)} is differentiated by another formula while it is captured",
+                      "call it outside the recorded function")  # fmt: skip
     if m.name in _RESHAPES_STORAGE:
         raise Refusal(f"{said(m.name)} replaces or resizes a tensor's memory",
                       _REMEDIES.get(m.name, "make a new tensor instead"))  # fmt: skip

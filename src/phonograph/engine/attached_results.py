@@ -21,7 +21,7 @@ from ..values.tensor_subclasses import storages
 from . import outputs
 from .capture_terms import Request
 from .evidence import Evidence
-from .output_kinds import Leased
+from .output_kinds import Fresh
 
 __all__ = ["backward_of", "settled"]
 
@@ -38,7 +38,7 @@ def backward_of(
     attached = [i for i, output in enumerate(plan) if output.attached]
     if tracing is None or not attached:
         return None
-    results = {i: leaf for i, (leaf, output) in enumerate(zip(leaves, plan, strict=True)) if isinstance(output, Leased)}
+    results = {i: leaf for i, (leaf, output) in enumerate(zip(leaves, plan, strict=True)) if isinstance(output, Fresh)}
     _check_results(results, attached, tracing, grads, captured)
     for key, t in tracing.held.items():
         storage = t.untyped_storage()

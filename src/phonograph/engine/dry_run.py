@@ -178,7 +178,9 @@ class DryRun:
             watch.origins.wanted = not watch.digest.compares
             watch.digest.begin(watch.name_of, self._dials, slots)
         seen = self._seen(slots, watch)
-        arguments = Arguments(request.call, self._leaves(seen), seen)
+        leaves = self._leaves(seen)
+        given = [leaves[place] for place in request.call.places]
+        arguments = Arguments(request.call, leaves, seen)
         modes_before, by_name = modes(), dict(arguments.kwargs)
         self._stand_ins.callback(request.terms.carried.stand(by_name))
         found = before(self._prepared.snapshot.holders)
@@ -204,8 +206,8 @@ class DryRun:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
         watch.check_heard()
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)
-        self._behaviour = Behaviour(code, tuple(seen), arguments.copied(), returned, numbers, effects.left)
-        return _with_slots(result, [*zip(seen, slots, strict=True), *state])
+        self._behaviour = Behaviour(code, tuple(given), arguments.copied(), returned, numbers, effects.left)
+        return _with_slots(result, [*zip(seen, slots, strict=True), *zip(given, slots, strict=True), *state])
 
     def _prepare(self, watch: OperatorWatch) -> None:
         """Tell the watch what the call is like."""

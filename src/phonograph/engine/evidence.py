@@ -63,7 +63,7 @@ class Behaviour:
 
     code: CodeThatRan
     tensors: tuple[torch.Tensor, ...]
-    """What stood for the slots, one a slot."""
+    """What the function got in the place of the slots, one a slot: with a history, where the call has such."""
     copied_sets: frozenset[int]
     """The identities of the sets that stood for those among the arguments."""
     returned: Returned

@@ -24,7 +24,7 @@ from ..memory.views import View
 from ..values.formulas import Formula
 
 __all__ = ["AS_IT_IS", "Aliased", "Argument", "Computed", "Container", "Copied", "Empty", "Fresh", "Leased", "Outside", "Same",
-           "Value", "Viewed"]  # fmt: skip
+           "Value", "Viewed", "Zero"]  # fmt: skip
 
 AS_IT_IS: AbstractContextManager[None] = nullcontext()
 """For the inference mode: to set it would cost 1.5 us."""
@@ -89,12 +89,15 @@ class Fresh(Output):
     """Whether its backward has run already, within the call: it gets a history that cannot be used again."""
     lazy: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Conjugation or negation, applied last."""
+    attached: bool = False
 
     def make(self, replay: Replay) -> object:
         t = self.tensor(replay)
         if self.consumed:
             t = _alike(t, _with_history)
-        return t if self.lazy is None else self.lazy(t)
+        if self.lazy is None:
+            return t
+        return alias(self.lazy(t)) if self.attached else self.lazy(t)  # autograd gives no history to a view
 
     def tensor(self, replay: Replay) -> torch.Tensor:
         """It, without a history, and as it lies in memory."""
@@ -116,6 +119,16 @@ class Empty(Fresh):
 
 
 @dataclass(frozen=True, eq=False)
+class Zero(Output):
+    """A tensor that autograd knows to be zero: it has no memory, and nobody can write it."""
+
+    like: torch.Tensor
+
+    def make(self, replay: Replay) -> object:
+        return alias(self.like)
+
+
+@dataclass(frozen=True, eq=False)
 class Leased(Fresh):
     """A tensor with elements, like a template of the capture."""
 
@@ -123,7 +136,6 @@ class Leased(Fresh):
     """The template."""
     lease: Lease
     """The memory on which that lies."""
-    attached: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
 
-from .._torch.autograd import share_version
+from .._torch.autograd import moves_views, share_version
 from .._torch.dynamic import Leaves, Thing
 from .._torch.process_groups import waits_by_itself
-from .._torch.tensors import has_memory, is_shape, kind_of, neg_view, storage_id
+from .._torch.tensors import has_memory, is_shape, is_zero, kind_of, neg_view, storage_id
 from ..autograd.kept_by_code import NODE
 from ..call.signature import Call, attributes
 from ..capture.recording import Output
@@ -35,7 +35,21 @@ from ..values.object_layout import layout_of
 from ..values.pytree_paths import inside, labels, tensors_apart
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 from .evidence import Behaviour
-from .output_kinds import Aliased, Argument, Computed, Container, Copied, Empty, Leased, Outside, Same, Value, Viewed
+from .output_kinds import (
+    Aliased,
+    Argument,
+    Computed,
+    Container,
+    Copied,
+    Empty,
+    Fresh,
+    Leased,
+    Outside,
+    Same,
+    Value,
+    Viewed,
+    Zero,
+)
 from .returned import Given, Returned
 
 __all__ = ["lease", "moulds", "overlap", "plan"]
@@ -198,13 +212,25 @@ class _Plan:
         for x in self._outside:
             if t is x:
                 return Outside(x)
+        if is_zero(t):
+            return Zero(t)
         key = storage_id(t)
         there = [x for x in (*self._behaviour.tensors, *self._outside) if storage_id(x) == key]
         if there and t.grad_fn is not None:
+            theirs = t._base
+            if theirs is not None and self._merely_views(t, [x for x in there if x is theirs]):
+                return self._view(t, theirs)
             raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                           "return a clone of it")  # fmt: skip
         output = self._beside(t, there) if there else self._made(t, key)
         return _attached(output) if history else output
+
+    def _merely_views(self, t: torch.Tensor, base: list[torch.Tensor]) -> bool:
+        """Whether it is a view of this one of the caller's, with that one's history: then it can be made anew of that."""
+        others = [x for x in self._results if isinstance(x, torch.Tensor) and x is not t]
+        if not (base and moves_views) or self._behaviour.code.sets_hooks or _counts_from_the_storage(t):
+            return False
+        return _merely_viewed(t, others + base)
 
     def _beside(self, t: torch.Tensor, there: list[torch.Tensor]) -> Output:
         """A tensor on the memory of an argument, or of a tensor outside."""
@@ -289,7 +315,7 @@ def _places(t: torch.Tensor) -> Iterable[int]:
 
 
 def _attached(output: Output) -> Output:
-    if not isinstance(output, Leased) or output.lazy is not None:
+    if not isinstance(output, Fresh):
         raise Refusal("returns a tensor with a history that shares memory with an argument or a tensor outside",
                       "return a clone of it")  # fmt: skip
     return replace(output, consumed=False, attached=True)
@@ -315,12 +341,23 @@ def _merely_viewed(t: torch.Tensor, others: list[torch.Tensor]) -> bool:
     of a module); and whether no other result depends on it, whose gradient would be a part of this one's."""
     base, start = t._base, (t.grad_fn, t.output_nr)
     edge: tuple[Thing, int] = start
-    while base is not None and edge != (base.grad_fn, base.output_nr):
+    while base is not None and edge != (base.grad_fn, base.output_nr) and getattr(edge[0], "variable", None) is not base:
         before = [e for e in edge[0].next_functions if e[0] is not None]
         if isinstance(edge[0], NODE) or len(before) != 1:
             return False
         edge = before[0]
     return base is not None and any(x is base for x in others) and start not in _edges(others)
+
+
+def _counts_from_the_storage(t: torch.Tensor) -> bool:
+    """Whether autograd has `as_strided` among the views between this one and its base, which may begin elsewhere in its storage
+    in each call."""
+    node, base = t.grad_fn, None if t._base is None else t._base.grad_fn
+    while node is not None and node is not base and not hasattr(node, "variable"):
+        if "AsStrided" in node.name() or len(node.next_functions) != 1:
+            return True
+        node = node.next_functions[0][0]
+    return False
 
 
 def _edges(tensors: list[torch.Tensor]) -> set[object]:
@@ -345,7 +382,7 @@ def _ordinary(leaf: object) -> None:
             if waits_by_itself([type(leaf)]):
                 remedy = "compute something of it in the recorded code, which waits for it, or record the whole step"
             raise Refusal(f"returns a tensor of class {said}", remedy)
-        if not has_memory(leaf):
+        if not has_memory(leaf) and not (is_zero(leaf) and not leaf.requires_grad):
             raise Refusal(f"returns {kind_of(leaf)}", "return its shape" if is_shape(leaf) else "return it dense: to_dense()")
 
 

@@ -66,7 +66,7 @@ class Prepared:
         if request.terms.concessions.feeds:
             fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.reliances.grads.fed)
         grads = Grads(leaves, device.outlives, [t for _, t in reach.gathered if t.is_leaf], fed)
-        snapshot = undo.enter_context(transaction(reach, grads))
+        snapshot = undo.enter_context(transaction(reach, grads, device.torch_device))
         if fed is not None:
             fed.stand()
         slots = Slots.of(request)

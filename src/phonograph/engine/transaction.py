@@ -1,7 +1,8 @@
 """What a capture may disturb in the process, noted before it: a capture that fails leaves nothing behind.
 
 Python attributes and containers, tensors' memory and hooks (`Snapshot`), the packages' state, gradients (`Grads`), settings and
-modes of torch's, and the random generators of the host. What a capture does on the device, the device takes back by itself.
+modes of torch's, and random generators: Python's, NumPy's, and all of torch's. What a capture does on the device, the device
+takes back by itself, generators included; here is what has drawn elsewhere.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ from ..guards.gradients import Grads
 from ..guards.reachable import Reach
 from ..guards.snapshot import Snapshot
 from ..python.putting_back import put_back
+from ..state.rng import put
 
 __all__ = ["transaction"]
 
 
 @contextmanager
-def transaction(reach: Reach, grads: Grads) -> Iterator[Snapshot]:
-    """Put everything back that the block disturbs, if it fails; gives what was there before it."""
-    host, snapshot, settings = _HostRandom(reach), Snapshot(reach), modes()
+def transaction(reach: Reach, grads: Grads, device: torch.device) -> Iterator[Snapshot]:
+    """Put everything back that the block disturbs, if it fails; gives what was there before it. It captures a call on the
+    `device`."""
+    host, drawn, snapshot, settings = _HostRandom(reach), _Generators(reach), Snapshot(reach), modes()
     torch.clear_autocast_cache()
     try:
         yield snapshot
         host.restore(changed="draws random numbers on the host (random or numpy.random)", where=_draws_at(reach))
+        if device.type != "cpu":
+            drawn.refuse("cpu")
     except BaseException:
-        put_back(snapshot.restore, reach.packages.restore, grads.restore, host.restore, partial(put_back_modes, settings))
+        modes_back = partial(put_back_modes, settings)
+        put_back(snapshot.restore, reach.packages.restore, grads.restore, host.restore, drawn.restore, modes_back)
         raise
     finally:
         torch.clear_autocast_cache()
@@ -77,6 +83,28 @@ class _HostRandom:
         if changed and used:
             raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators", where,
                           final=False)  # fmt: skip
+
+
+class _Generators:
+    """Where torch's generators stand before a capture: the default ones of all devices, and those in reach."""
+
+    def __init__(self, reach: Reach) -> None:
+        gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        self._stood = [(g, g.get_state()) for g in dict.fromkeys((torch.default_generator, *gpus, *reach.generators))]
+
+    def _moved(self) -> list[tuple[torch.Generator, torch.Tensor]]:
+        """Those that have moved on, if it was no other thread: what that has drawn is not to be drawn again."""
+        alone = threading.active_count() == 1
+        return [(g, state) for g, state in self._stood if alone and not torch.equal(g.get_state(), state)]
+
+    def refuse(self, kind: str) -> None:
+        """Refuse a call that has moved those of this kind of device, of which the capture knows nothing."""
+        if any(g.device.type == kind for g, _ in self._moved()):
+            raise Refusal("code of others draws random numbers on the CPU", "draw outside, and pass them as an argument")
+
+    def restore(self) -> None:
+        for g, state in self._moved():
+            put(g, state)
 
 
 def _draws_at(reach: Reach) -> str:

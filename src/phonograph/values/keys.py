@@ -113,8 +113,15 @@ def plain_key(value: Thing) -> object:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
         return (kind, value.dtype.str, value.tobytes())
+    if _is_enum_of_cpp(kind):
+        return (kind, int(value))
     raise NoSignature(f"takes an object of class {class_of(value)}", _FOR_CLASS.get(
         kind.__module__, "pass what the function needs of it: tensors, numbers, strings"))  # fmt: skip
+
+
+def _is_enum_of_cpp(kind: type) -> bool:
+    """Whether it is a class as pybind11 makes them of an enum: two objects with one number are the same to a program."""
+    return type(kind).__name__ == "pybind11_type" and hasattr(kind, "__members__") and hasattr(kind, "__int__")
 
 
 def argument_key(value: Thing) -> object:

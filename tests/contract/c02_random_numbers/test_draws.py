@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import phonograph as pg
 from phonograph.devices import device_for
 from phonograph.testing import Pair, assert_same
+from tests import forked
 from tests.helpers import counts, may_run_live, plain, side_by_side
 
 DRAWS = {
@@ -117,14 +118,48 @@ def test_c02_a_generator_as_an_argument(device):
 @may_run_live
 @pytest.mark.parametrize(
     "draw",
-    [lambda x: x * torch.rand(()), lambda x: x + float(torch.rand(())), lambda x: x + torch.rand(3).to(x.device)],
-    ids=["a cpu scalar", "a number", "moved"],
+    [
+        lambda x: x * torch.rand(()),
+        lambda x: x + float(torch.rand(())),
+        lambda x: x + torch.rand(3).to(x.device),
+        lambda x: torch.rand_like(x, device="cpu"),
+        lambda x: torch.randn_like(x, dtype=torch.float64, device="cpu"),
+        lambda x: torch.randint_like(x, 1 << 20, device=torch.device("cpu")),
+    ],
+    ids=["a cpu scalar", "a number", "moved", "rand_like", "randn_like", "randint_like"],
 )
 def test_c02_numbers_drawn_on_the_cpu(device, draw):
     """With CUDA arguments these come from another generator and another device than the rest of the function."""
     both = plain(draw)
     results = [tuple(both(torch.ones(3, device=device)).recorded.tolist()) for _ in range(6)]
     assert len(set(results)) == 6
+
+
+_FIRST = """
+import random
+import sys
+import torch
+
+loaded = "rich" in sys.modules
+random.seed(1)
+stood = random.getstate()
+import phonograph as pg
+from phonograph.shapes.progress import progress
+
+recorded = pg.record(torch.nn.Linear(2, 2))
+for _ in range(4):
+    recorded(torch.ones(1, 2))
+with progress("a bar", 1, shown=True) as advance:
+    advance(1)
+assert random.getstate() == stood
+assert not loaded
+"""
+
+
+def test_c02_what_is_imported_to_record_draws_nothing():
+    """rich draws from Python's generator when it is imported."""
+    ended = forked.run(_FIRST)
+    assert ended.returncode == 0, ended.stderr
 
 
 @may_run_live

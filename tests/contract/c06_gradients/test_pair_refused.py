@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import phonograph as pg
@@ -463,3 +464,40 @@ def test_c16_a_compiled_module_stays_compiled(device):
     assert calls
     pg.reset(net)
     assert net._compiled_call_impl is not None
+
+
+NORMS = {
+    "batch": lambda x: F.batch_norm(x, None, None, training=True),
+    "group": lambda x: F.group_norm(x, 2),
+    "layer": lambda x: F.layer_norm(x, (5,)),
+    "instance": F.instance_norm,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_c06_tangents_of_norms_are_rounded_as_live(device, norm):
+    """torch takes another formula for them where a mode is told of each operator."""
+
+    def tangent(x, t):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(norm(forward_ad.make_dual(x, t))).tangent
+
+    recorded = pg.record(tangent, warmup=1)
+    for _ in range(4):
+        x, t = torch.randn(3, 4, 5, device=device), torch.randn(3, 4, 5, device=device)
+        assert_same(recorded(x, t), tangent(x, t))
+
+
+@may_run_live
+def test_c06_a_gradient_has_the_strides_of_live(device):
+    """torch works out of place in the backward of `ormqr` where a mode is told of each operator."""
+
+    def f(q, tau, x):
+        return torch.autograd.grad(torch.ormqr(q, tau, x, transpose=True).square().sum(), (q, tau, x))
+
+    recorded = pg.record(f, warmup=1)
+    for _ in range(4):
+        given = [torch.randn(5, 5, device=device).mT, torch.randn(5, device=device), torch.randn(5, 5, device=device)]
+        given = [t.detach().requires_grad_() for t in given]
+        assert_same(recorded(*given), f(*given))

@@ -316,3 +316,117 @@ def test_c06_results_that_share_memory_with_other_things(device):
                 first.abs().sum().backward()
                 found.append((x.grad, weight.grad, result))
             assert_same(*found)
+
+
+BESIDE = {
+    "the argument": lambda x, w: (x * w, x),
+    "a part of the argument": lambda x, w: (x * w, x[1:]),
+    "two parts of the argument": lambda x, w: ((x * w).exp(), x[1:], x[:2].t()),
+    "the argument alone": lambda x, w: (x,),
+    "a view of the argument alone": lambda x, w: (x.t(),),
+    "a view of a weight": lambda x, w: (x.exp() * w, w.view(2, 8)),
+    "of no elements": lambda x, w: (x[:0] * w[:0], x * w, x[:, :0].exp()),
+    "of no elements alone": lambda x, w: (x[:0].exp() + w[:0],),
+    "a view of no elements": lambda x, w: (x[:0], w[:, :0], (x * w)[:0]),
+    "conjugated": lambda x, w: ((x * w * 1j).conj(), x * w),
+    "conjugated and saved": lambda x, w: ((x * w * 1j).exp().conj(),),
+    "negated": lambda x, w: ((x * w * 1j).conj().imag, x),
+    "by a transform": lambda x, w: (torch.fft.ihfft(x * w), torch.fft.ifft(x)),
+}
+LATER = {
+    "read": lambda results: results,
+    "the first is written": lambda results: (results[0].mul_(2), *results[1:]),
+    "the last is written": lambda results: (*results[:-1], results[-1].mul_(2)),
+    "the last is saved, and the first written": lambda results: (results[-1] * results[-1], results[0].mul_(2)),
+    "the last is read alone": lambda results: results[-1:],
+}
+
+
+@pytest.mark.parametrize("use", LATER.values(), ids=LATER)
+@pytest.mark.parametrize("results", BESIDE.values(), ids=BESIDE)
+def test_c06_results_beside_what_shares_memory_with_the_callers(device, results, use):
+    """Each is made of the caller's own tensor, and keeps none of the others from being recorded."""
+    weights = [nn.Parameter(torch.linspace(-1, 1, 16, device=device).view(4, 4)) for _ in range(2)]
+    recorded = pg.record(lambda x: results(x, weights[0]), warmup=1)
+    for n in range(5):
+        found = []
+        for f, weight in ((recorded, weights[0]), (lambda x: results(x, weights[1]), weights[1])):
+            leaf = torch.linspace(0.5, 1 + n, 16, device=device).view(4, 4).requires_grad_()
+            x, raised, weight.grad = leaf * 1, None, None
+            given = f(x)
+            seen = [(t.requires_grad, t.stride(), t.is_conj(), t.is_neg(), t is x, t._base is x) for t in given]
+            try:
+                sum((t * (i + 2)).abs().sum() for i, t in enumerate(use(given))).backward()
+            except RuntimeError as e:
+                raised = next(said for said in ("in-place", "inplace", "modified by") if said in str(e))
+            found.append((seen, raised, leaf.grad, weight.grad, x, given))
+        assert_same(*found)
+        del given, x, leaf, found
+    assert pg.stats(recorded).replayed == 4, pg.explain(recorded)
+
+
+@may_run_live  # by what counts from the beginning of the storage
+@pytest.mark.parametrize(
+    "view", [lambda x: x[1:].t(), lambda x: x.unflatten(0, (2, 1)), lambda x: x.as_strided((2,), (1,), x.storage_offset())]
+)
+def test_c06_a_view_of_an_argument_that_lies_elsewhere_each_time(device, view):
+    """In storages of other sizes, and not at their beginning."""
+    recorded = pg.record(lambda x: (x.exp(), view(x)), warmup=1)
+    for n in range(6):
+        found = []
+        for f in (recorded, lambda x: (x.exp(), view(x))):
+            leaf = torch.linspace(0, 1, 8 * (4 + n), device=device).view(-1, 4).requires_grad_()
+            x = (leaf * 1)[n : n + 2] if n % 2 else (leaf[:2] * 1)
+            y, viewed = f(x)
+            (y.sum() + 3 * viewed.square().sum()).backward()
+            found.append((leaf.grad, viewed._base is (x if x._base is None else x._base), viewed, y))
+        assert_same(*found)
+
+
+@pytest.mark.parametrize("look", ["hook", "retain", "grad"])
+@pytest.mark.parametrize("results", [BESIDE[name] for name in ("a part of the argument", "of no elements", "conjugated")])
+def test_c06_who_looks_at_gradients_of_those(device, results, look):
+    weights = [nn.Parameter(torch.linspace(-1, 1, 16, device=device).view(4, 4)) for _ in range(2)]
+    recorded = pg.record(lambda x: results(x, weights[0]), warmup=1)
+    for n in range(4):
+        for i in range(2):
+            found = []
+            for f, weight in ((recorded, weights[0]), (lambda x: results(x, weights[1]), weights[1])):
+                x, seen, weight.grad = torch.full((4, 4), n + 0.5, device=device, requires_grad=True), [], None
+                given = f(x * 1)
+                loss = sum((t * (k + 2)).abs().sum() for k, t in enumerate(given))
+                if look == "grad":
+                    seen += torch.autograd.grad(loss, [given[i]], retain_graph=True)
+                elif look == "hook":
+                    given[i].register_hook(lambda g, seen=seen: (seen.append(g), 2 * g)[1])
+                else:
+                    given[i].retain_grad()
+                loss.backward()
+                found.append((x.grad, weight.grad, seen, given[i].grad if look == "retain" else None))
+            assert_same(*found)
+    assert pg.stats(recorded).replayed == 7, pg.explain(recorded)
+
+
+KNOWN_ZERO = {
+    "of a norm of one": lambda x: torch.autograd.grad(_slope(x).square().sum(), x)[0],
+    "and its transpose": lambda x: (lambda z, g: (z.t(), g * x, z))(torch.autograd.grad(_slope(x).sum(), x)[0], _slope(x)),
+    "beside what it is added to": lambda x: (lambda z: (z, x.detach() + z))(torch.autograd.grad(_slope(x).sum(), x)[0]),
+}
+
+
+def _slope(x):
+    return torch.autograd.grad(nn.functional.l1_loss(x, torch.zeros_like(x)), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("function", KNOWN_ZERO.values(), ids=KNOWN_ZERO)
+def test_c06_gradients_that_autograd_knows_to_be_zero(device, function):
+    """Nothing lies where they do: what a replay gives cannot be written, as eager's cannot."""
+    recorded = pg.record(function, warmup=1)
+    for n in range(4):
+        found = []
+        for f in (recorded, function):
+            result = f(torch.full((2, 3), n + 0.5, device=device, requires_grad=True))
+            leaves = result if isinstance(result, tuple) else (result,)
+            found.append(([t._is_zerotensor() for t in leaves], [t + 1 for t in leaves], leaves))
+        assert_same(*found)
+    assert pg.stats(recorded).replayed == 3, pg.explain(recorded)

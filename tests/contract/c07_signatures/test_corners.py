@@ -95,6 +95,23 @@ def test_c07_arguments_that_only_look_the_same(device, pair):
         assert_same(recorded(argument), f(argument))
 
 
+@pytest.mark.parametrize("place", ["an argument", "in a list", "an attribute"])
+def test_c07_enums_of_cpp(device, place):
+    """pybind11's, as torch has some: numbers with a class. Another object of the same number is the same."""
+    kind, held = torch._C._autograd.DeviceType, types.SimpleNamespace(k=None)
+
+    def f(x, k):
+        k = held.k if k is None else k[0] if isinstance(k, list) else k
+        return x * (2 if k == kind.CUDA else 3)
+
+    recorded = pg.record(f, warmup=1)
+    for member in (*[kind.CUDA] * 3, *[kind.CPU] * 3, kind(int(kind.CUDA)), kind(int(kind.CPU))):
+        held.k = member
+        given = {"an argument": member, "in a list": [member], "an attribute": None}[place]
+        assert_same(recorded(ramp(device, 3), given), f(ramp(device, 3), given))
+    assert counts(recorded)[1:] == (2, 6)
+
+
 @may_run_live
 @pytest.mark.parametrize("kind", ["key", "context"])
 def test_c09_an_object_within_an_argument_that_is_no_leaf(device, kind):

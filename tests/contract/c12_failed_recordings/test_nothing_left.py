@@ -1,13 +1,17 @@
 """C12: a failed recording leaves nothing behind (`conftest.py` looks at the process after every test of the suite)."""
 
+import contextlib
 import gc
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import phonograph as pg
+from phonograph.testing import assert_same
 from tests.helpers import assert_settles, counts, may_run_live, plain, ramp, side_by_side
 
 
@@ -183,6 +187,85 @@ def deterministic():
 
 def matmul_precision():
     torch.set_float32_matmul_precision("high" if torch.get_float32_matmul_precision() == "highest" else "highest")
+
+
+EIGENVALUES = {
+    "eigh": torch.linalg.eigh,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "eig": lambda x: tuple(map(torch.abs, torch.linalg.eig(x))),
+    "eigvals": lambda x: torch.linalg.eigvals(x).abs().sort().values,
+    "pinv": lambda x: torch.linalg.pinv(x, hermitian=True),
+    "matrix_rank": lambda x: torch.linalg.matrix_rank(x, hermitian=True),
+    "svd": torch.linalg.svdvals,
+    "lstsq": lambda x: torch.linalg.lstsq(x, x[..., :1]).solution,
+    "qr": torch.linalg.qr,
+    "inv": torch.linalg.inv,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("size", [(5, 5), (3, 40, 40)], ids=str)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("function", EIGENVALUES.values(), ids=EIGENVALUES)
+def test_c11_libraries_are_as_before(device, mode, function, size):
+    """What waits for the GPU in a library's own code leaves a capture to that; the live calls after it go well."""
+    recorded = pg.record(lambda x: function(x), warmup=1)
+    with mode():
+        for _ in range(4):
+            x = torch.randn(size, device=device, dtype=torch.float64)
+            x = x + x.mT + 20 * torch.eye(size[-1], device=device, dtype=torch.float64)
+            assert_same(recorded(x), function(x), tolerance=1e-9)  # singular values: see docs/limits.md
+            for other in EIGENVALUES.values():
+                other(x)
+
+
+DRAWS = {
+    "the default generator": lambda x, own, host: torch.rand_like(x),
+    "one of its own": lambda x, own, host: torch.rand(3, device=x.device, generator=own),
+    "the CPU's": lambda x, own, host: torch.rand_like(x, device="cpu"),
+    "one of its own on the CPU": lambda x, own, host: torch.rand(3, generator=host),
+    "code of others": lambda x, own, host: torch.ops.of_a_test.jitter(x),
+    "Python's": lambda x, own, host: x * random.random(),
+    "NumPy's": lambda x, own, host: x * float(np.random.rand()),
+}
+REFUSALS = {
+    **FAILURES,
+    "prints": lambda x: sys.stderr.write(""),
+    "reads a number": lambda x: x * float(x.sum()),
+    "returns a new object": lambda x: object(),
+    "seeds": lambda x: torch.manual_seed(3),
+    "another device": lambda x: x.to("meta"),
+}
+
+
+@pytest.fixture
+def jitter():
+    """A custom operator that draws on the CPU, and has no tag that says so."""
+    with torch.library._scoped_library("of_a_test", "DEF") as library:
+        library.define("jitter(Tensor x) -> Tensor")
+        library.impl("jitter", lambda x: x + torch.rand(x.shape).to(x.device), "CompositeExplicitAutograd")
+        yield
+
+
+@may_run_live
+@pytest.mark.parametrize("refused", REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_c12_generators_stand_where_live_leaves_them(device, jitter, draw, refused):
+    """However the attempt ends, and whoever has drawn before that (`SideBySide` compares those of the process)."""
+
+    def make():
+        own, host = torch.Generator(device).manual_seed(1), torch.Generator().manual_seed(2)
+
+        def f(x, refused):
+            y = draw(x, own, host)
+            return y, refused(x) if refused is not None else y
+
+        return f, [own, host]
+
+    both = side_by_side(make)
+    for action in (None, refused, refused, refused, None, refused):
+        with contextlib.suppress(ValueError, RuntimeError):
+            both(torch.ones(3, device=device), action)
 
 
 def default_dtype():

@@ -52,7 +52,7 @@ from ...python import memory_contents
 from ...python.identity import identity
 from ...python.origin import is_compiled, is_torchs, users_line
 from ...state.rng import Rewind
-from ...values.wording import operator, source_of
+from ...values.wording import MARKED, operator, source_of
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
@@ -64,6 +64,11 @@ __all__ = ["CudaWatch"]
 
 _NEGATIVE = "normal expects all elements of std >= 0.0"
 _SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+# To find eigenvalues, cuSOLVER waits for the GPU, which no capture allows. One that it has invalidated so, its handle does not
+# get over: the next live call on this thread raises CUSOLVER_STATUS_EXECUTION_FAILED (torch 2.11, CUDA 13).
+_EIGENVALUES = {f"aten::{name}" for name in ("_linalg_eigh", "linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals",
+                                             "_linalg_eigvals")}  # fmt: skip
+_IF_HERMITIAN = {"aten::linalg_pinv", "aten::linalg_matrix_rank"}  # by way of those
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 _RECORDS = Effect(
     "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
@@ -372,6 +377,8 @@ class CudaWatch(DrawsWatch):
         return super().checks(check, answer)
 
     def perform(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs) -> object:
+        if _finds_eigenvalues(m.name, args, kwargs):
+            raise Refusal(f"{source_of(m.name)} waits for the GPU", f"do that outside the recorded function, {MARKED}")
         if m.random:
             self.draws(m, args, kwargs)
         if m.name == "aten::_linalg_check_errors" and args[0].is_cuda and validates(sys._getframe(1), self.outermost):
@@ -463,6 +470,13 @@ class CudaWatch(DrawsWatch):
             yield
         except Refusal as refusal:
             raise self.located(refusal) from None
+
+
+def _finds_eigenvalues(name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an operator has cuSOLVER find eigenvalues."""
+    if name in _IF_HERMITIAN and not (kwargs.get("hermitian") or any(x is True for x in args)):
+        return False
+    return name in _EIGENVALUES | _IF_HERMITIAN and any(t.is_cuda for t in operands(args, kwargs))
 
 
 def _always(_: FrameType) -> bool:

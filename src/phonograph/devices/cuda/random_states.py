@@ -195,7 +195,10 @@ def _both_sides() -> Refusal:
 
 
 def _on_host(args: Args, kwargs: Kwargs) -> bool:
+    """Whether an operator draws there: where it says so, and otherwise where its tensors are."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"]).type == "cpu"
     tensors = tensors_in(list(kwargs.values()), tensors_in(args, []))
     if tensors:
         return all(t.device.type == "cpu" for t in tensors)
-    return torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
+    return torch.get_default_device().type == "cpu"
