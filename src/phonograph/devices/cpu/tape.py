@@ -87,7 +87,7 @@ class Tape(OperatorWatch):
                                   if g.device.type == "cpu"]  # fmt: skip
 
     def frames(self) -> Starts:
-        return COMPILED
+        return {**super().frames(), **COMPILED}
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
