@@ -23,13 +23,13 @@ from ..values.wording import MARKED
 from .effects import ANYONE, Effect, Starts
 from .refusals import Refusals
 
-__all__ = ["Exports", "warps_stream"]
+__all__ = ["REMEDY", "Exports", "warps_stream"]
 
-_REMEDY = f"call that code outside the recorded function, {MARKED}"
+REMEDY = f"call that code outside the recorded function, {MARKED}"
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 _KERNELS = [
     (name, [os.path.join("warp", folder, file) for folder in ("_src", "")],
-     Effect(f"calls Warp's {name}, which works on memory without an operator", _REMEDY, ANYONE))
+     Effect(f"calls Warp's {name}, which works on memory without an operator", REMEDY, ANYONE))
     for file, names in (("context.py", "launch copy capture_launch"), ("types.py", "fill_ zero_ assign numpy"))
     for name in names.split()
 ]  # fmt: skip
@@ -49,7 +49,7 @@ class Exports(Refusals):
     def hands_out(self, owner: torch.Tensor | torch.UntypedStorage) -> None:
         """Its address goes to code outside torch."""
         if owner.device.type == "cpu":
-            self.refuse_read(Refusal("hands the address of a tensor to code outside torch, whose work is no operator", _REMEDY))
+            self.refuse_read(Refusal("hands the address of a tensor to code outside torch, whose work is no operator", REMEDY))
 
     def runs_elsewhere(self, frame: FrameType) -> bool:
         """Whether what this function of Warp's does is no part of what is captured."""

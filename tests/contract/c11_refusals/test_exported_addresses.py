@@ -71,6 +71,39 @@ def test_c11_memory_that_is_read_by_its_address_on_the_cpu():
 
 
 @may_run_live
+@pytest.mark.parametrize("size", [3, 1 << 15])
+def test_c11_memory_outside_that_is_written_by_an_address_from_before_the_call(size):
+    """As by an extension that calls no operator."""
+    read, written = torch.zeros(size), torch.zeros(size)
+    addresses = written.data_ptr(), read.data_ptr(), 4 * size
+
+    def f(x):
+        read.copy_(x)
+        ctypes.memmove(*addresses)
+        return written * 2
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(5):
+        x = torch.full((size,), float(n))
+        assert_same(recorded(x), x * 2)
+    assert "changes the memory of written without an operator" in reasons(recorded)
+
+
+@may_run_live
+def test_c12_what_is_added_to_memory_outside_without_an_operator():
+    counted = torch.zeros(3)
+    cells = (ctypes.c_float * 3).from_address(counted.data_ptr())
+
+    def f(x):
+        cells[0] += 1
+        return counted + x
+
+    recorded = pg.record(f, warmup=1)
+    for n in range(5):
+        assert_same(recorded(torch.ones(3)), torch.tensor([n + 2.0, 1.0, 1.0]))
+
+
+@may_run_live
 def test_c11_memory_in_a_capsule(device):
     def f(x):
         made = x * 2
