@@ -16,6 +16,7 @@ from types import FrameType
 
 import torch
 
+from .._torch.tensors import has_memory
 from ..errors import Refusal
 from ..python.comparing import only_compares
 from ..python.origin import is_ours, is_torchs, is_users
@@ -43,7 +44,9 @@ class Exports(Refusals):
 
     def exported(self, owner: object, frame: FrameType) -> None:
         """This code asks for the address of a tensor or of a storage."""
-        if isinstance(owner, (torch.Tensor, torch.UntypedStorage)) and not _is_known(frame) and not only_compares(frame):
+        if not isinstance(owner, (torch.Tensor, torch.UntypedStorage)) or _is_known(frame) or only_compares(frame):
+            return
+        if isinstance(owner, torch.UntypedStorage) or has_memory(owner):
             self.hands_out(owner)
 
     def hands_out(self, owner: torch.Tensor | torch.UntypedStorage) -> None:

@@ -233,4 +233,4 @@ def test_c11_a_kernel_of_warps(device):
     recorded = pg.record(f, warmup=1)
     for n in range(5):
         assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2 + 1)
-    assert counts(recorded)[0] == 0
+    assert pg.stats(recorded).recorded == 0

@@ -112,7 +112,8 @@ class CudaWatch(DrawsWatch):
         self.captured: Callable[[], int] = int
         self.launches: Callable[[list[range]], list[tuple[str, object]]] = _none_of
         self.words: Callable[[list[range]], Set[int]] = _no_words
-        self._handed_out: list[tuple[range, str]] = []  # addresses that others have been given, and the user's lines
+        # Addresses that others have been given, after how many nodes, and the user's lines.
+        self._handed_out: list[tuple[range, int, str]] = []
         self._kernels: list[tuple[str, object]] = []  # of earlier segments, launched without an operator
         self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[TensorAddress], list[TensorAddress]]] = []
@@ -424,14 +425,16 @@ class CudaWatch(DrawsWatch):
         if self.arrivals is not None:
             self.arrivals.lose([t])
         if storage.nbytes():
-            self._handed_out.append((range(storage.data_ptr(), storage.data_ptr() + storage.nbytes()), users_line()))
+            memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            self._handed_out.append((memory, self.captured(), users_line()))
         return None
 
     def all_launched_here(self) -> None:
-        """Refuse an address that nothing has been given which was captured without an operator."""
+        """Refuse an address that nothing has been given which was captured since, without an operator."""
         handed_out, self._handed_out = self._handed_out, []
-        given = self.words(self.origins.unnamed(self.captured())) if handed_out else ()
-        for memory, line in handed_out:
+        places = self.origins.unnamed(self.captured()) if handed_out else []
+        for memory, begin, line in handed_out:
+            given = self.words([range(max(place.start, begin), place.stop) for place in places])
             if not any(word in memory for word in given):
                 raise self.located(Refusal("hands the address of a tensor to code outside torch, which launches nothing on the "
                                            "stream of the call", _LAUNCH_HERE, line))  # fmt: skip
