@@ -119,9 +119,10 @@ class Tape(OperatorWatch):
             raise Refusal(f"{source_of(m.name)} writes a tensor on the memory of an array", "write a clone of it")
 
     def look_at_bystanders(self) -> None:
-        """Refuse a call that has written memory outside by no operator."""
+        """Refuse a call that has written memory outside by no operator. (A backward works on what its forward has saved, and
+        some operators write there without saying so: that of oneDNN's recurrent layers.)"""
         name = self._bystanders.put_back(t.untyped_storage() for t in self.written.values())
-        if name:
+        if name and self.may_begin_again:
             raise Refusal(f"changes the memory of {name} without an operator", f"{REMEDY}, which gets {name} as an argument")
 
     def close_arrays(self, leaving: Set[int]) -> None:
