@@ -772,3 +772,53 @@ def test_override_cudagraphs_is_obeyed(device, inner, forward, backward):
     lines = "\n".join(pg.explain(g) for g in graphs())
     assert recorded == (0 if forward is False else 1)
     assert ("backward of" in lines) == (forward is not False and backward is not False)
+
+
+@pytest.fixture
+def alone(device):
+    dist = torch.distributed
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class TwoBuckets(nn.Module):
+    """Of a mebibyte, for each of which Dynamo has the graph compiled apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 8))
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+def test_c23_a_graph_that_is_compiled_a_bucket_at_a_time(alone, device, inner):
+    model = TwoBuckets().to(device)
+    models = [nn.parallel.DistributedDataParallel(m, bucket_cap_mb=1) for m in (model, copy.deepcopy(model))]
+    f, live = compiled(models[0], inner), unrecorded(models[1], inner)
+    for n in range(6):
+        x = torch.full((4, 512), 0.01 * n, device=device)
+        for g, m in zip((f, live), models, strict=True):
+            m.zero_grad()
+            g(x).square().sum().backward()
+        assert_same(*[[p.grad for p in m.parameters()] for m in models])
+    found = [pg.stats(g) for g in graphs()]
+    assert len(found) == 2
+    assert [(s.calls, s.recorded) for s in found] == [(6, 1)] * 2
+    assert all(s.bytes_copied < model.inner[0].weight.nbytes for s in found)  # no parameter
+
+
+def test_c01_a_graph_that_is_asked_for_shapes_before_it_is_called(device):
+    """As by what compiles the parts of one."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    net = nn.Linear(8, 8).to(device)
+    f = backend(torch.fx.symbolic_trace(net), [torch.ones(2, 8, device=device)], options={"inner": "eager"})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert f(torch.ones(2, 8, device=device)).shape == (2, 8)
+    for n in range(4):
+        x = torch.full((2, 8), 0.1 * n, device=device)
+        assert_same(f(x), net(x))
+    assert totals() == (1, 1, 3)

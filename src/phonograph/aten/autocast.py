@@ -26,7 +26,10 @@ __all__ = ["USED_WHEN_ON", "Casts", "autocast", "set_autocast"]
 
 _KINDS = ("cpu", "cuda")
 # Operators that are not cast, and that call some which are.
-_CASTS = frozenset({"aten::_trilinear", "aten::linalg_polar", "aten::linalg_pinv", "aten::ldexp", "aten::mvlgamma"})
+_CASTS = frozenset({
+    "aten::_trilinear", "aten::linalg_polar", "aten::linalg_pinv", "aten::ldexp", "aten::mvlgamma", "aten::_scaled_mm",
+    "aten::_scaled_mm_v2",
+})  # fmt: skip
 _PART_OF_CAST = frozenset({"aten::linalg_pinv"})  # of `pinverse`, as well
 _USUAL = torch.bfloat16, torch.float16, True
 USED_WHEN_ON: tuple[Callable[[], object], ...] = (

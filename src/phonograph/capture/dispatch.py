@@ -42,7 +42,7 @@ from .arrivals import Arrivals
 from .call_memory import CallMemory
 from .control_flow import ControlFlow
 from .digest import Digest
-from .effects import Starts
+from .exports import Exports
 from .followed_counts import COUNTING, FollowedCounts
 from .higher_order import branch_or_loop
 from .histories import Histories
@@ -62,7 +62,7 @@ _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _STRIDED = torch.strided
 
 
-class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts):
+class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts, Exports):
     """Observer of every operator of one call on one device."""
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
@@ -462,10 +462,6 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
         """End groups of collectives after an exception, and drop the collectives that they have collected."""
         for group in coalescing():
             stop_coalescing(group, self._groups.get(identity(group)))
-
-    def frames(self) -> Starts:
-        """Python functions whose calls are observed or refused."""
-        return {}
 
 
 def _other_kind(m: operators.Meaning, t: torch.Tensor) -> Refusal:

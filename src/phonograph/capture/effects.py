@@ -39,20 +39,20 @@ from ..aten.collectives import REMEDY
 from ..errors import OnlyNow, Refusal
 from ..python.identity import identity
 from ..python.loggers import decides_itself
-from ..python.origin import STDLIB, USER, is_ours, origin, works_for
+from ..python.origin import STDLIB, USER, is_ours, is_torchs, origin, works_for
 from ..state.rng import sets_for_torch
 from ..values.device_names import is_of, named
 from ..values.wording import MARKED
 
-__all__ = ["ANYONE", "SCHEDULER", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names", "together",
-           "told_names"]  # fmt: skip
+__all__ = ["ANYONE", "EXPORT", "SCHEDULER", "Effect", "Starts", "mentions", "of_call", "of_start", "refusable", "start_names",
+           "together", "told_names"]  # fmt: skip
 
-ANYONE, USERS, DIRECTLY = "anyone", "users", "directly"
+ANYONE, OTHERS, USERS, DIRECTLY = "anyone", "others", "users", "directly"
 
 
 class Effect(NamedTuple):
-    """An effect, the remedy, and whose it must be: `ANYONE`'s; the `USERS` code's, or the standard library's when it works
-    for the user; or the user's own frame's `DIRECTLY`. It is refused by a refusal of this `kind`."""
+    """An effect, the remedy, and whose it must be: `ANYONE`'s; of `OTHERS` than torch; the `USERS` code's, or the standard
+    library's when it works for the user; or the user's own frame's `DIRECTLY`. It is refused by a refusal of this `kind`."""
 
     reason: str
     remedy: str = f"do it outside the recorded function, {MARKED}"
@@ -63,6 +63,8 @@ class Effect(NamedTuple):
         """Whether it is an effect when the code of `frame` causes it."""
         if self.by is ANYONE or frame is None:
             return self.by is ANYONE
+        if self.by is OTHERS:
+            return not is_torchs(frame.f_code.co_filename)
         if self.by is DIRECTLY:
             return origin(frame.f_code.co_filename) is USER
         return works_for(frame) is USER
@@ -95,6 +97,8 @@ _FUNCTIONS: dict[Any, Effect] = {
     **_named(_warnings, "warn warn_explicit", lambda n: Effect(f"calls warnings.{n}()", by=DIRECTLY)),
     **_named(torch, "frombuffer", lambda n: Effect(f"calls torch.{n}, whose tensor shares memory with a host "
              "object", "pass the tensor as an argument", by=DIRECTLY)),
+    **_named(torch.utils.dlpack, "to_dlpack", lambda n: Effect(f"hands the memory of a tensor to code outside torch ({n})",
+             by=OTHERS)),
     **_named(time, _CLOCKS, lambda n: Effect(f"reads the clock ({n})", _PASS, by=DIRECTLY)),
     **_named(os, "urandom getrandom", lambda n: Effect(f"reads entropy of the system (os.{n})", _DRAW)),
     **_named(os, "open write writev pwrite pwritev read readv pread preadv sendfile copy_file_range truncate ftruncate mkdir "
@@ -123,6 +127,7 @@ def _may_give_out(code: CodeType) -> bool:
     return _SPREADS in code.co_code[::2] or any("out" in names for names in code.co_consts if type(names) is tuple)
 
 
+EXPORT = "data_ptr"  # of tensors and storages: who watches the call decides
 BEGINS_GROUP = "_start_coalescing"  # of collectives, which begin together where it ends
 _FAR = Effect("communicates with other ranks ({})", REMEDY, ANYONE)
 _SETS_UP = Effect("sets up a pipeline with the other ranks, as in the first step or after an evaluation", "", ANYONE, OnlyNow)
@@ -204,11 +209,11 @@ _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "a
 
 _DRAWS = {"random", "getrandbits"}  # all other methods of Python's generators are made of these
 
-told_names = frozenset({f.__name__ for f in (*_FUNCTIONS, _RANK)} | _BY_NAME.keys() | _OF_C10D.keys() | _CHANGES | _DRAWS)
+told_names = frozenset({f.__name__ for f in (*_FUNCTIONS, _RANK)} | _BY_NAME.keys() | _OF_C10D.keys() | _CHANGES | _DRAWS | {EXPORT})
 """The names of all built-in functions and methods that may be an effect: any other needs no further look."""
 
 _EFFECTS = [(f.__name__, e) for f, e in _FUNCTIONS.items()] + [(n, e) for n, rules in _BY_NAME.items() for _, e in rules]
-_LIBRARY_NAMES = frozenset([*_DRAWS, "matrix_rank", *(n for n, e in _EFFECTS if e.by is ANYONE)])
+_LIBRARY_NAMES = frozenset([*_DRAWS, EXPORT, "matrix_rank", *(n for n, e in _EFFECTS if e.by in (ANYONE, OTHERS))])
 _STDLIB_NAMES = _LIBRARY_NAMES | {n for n, e in _EFFECTS if e.by is USERS} | {"_urandom"}  # as `random` calls os.urandom
 
 

@@ -153,7 +153,7 @@ class LookingWatch(OperatorWatch):
         return tensors
 
     def frames(self) -> Starts:
-        return {"step": [(_SCHEDULES, lambda frame: True, SCHEDULER)]}
+        return {**super().frames(), "step": [(_SCHEDULES, lambda frame: True, SCHEDULER)]}
 
 
 _NOTHING = object()

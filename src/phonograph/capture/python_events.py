@@ -49,7 +49,19 @@ from ..python.loggers import ASKING, Question, question
 from ..python.origin import BACKWARD, is_users, runs_through, users_line
 from ..python.standing import ended, standing
 from ..state.rng import READS, SETS, asked
-from .effects import ANYONE, BEGINS_GROUP, Effect, Starts, mentions, of_call, of_start, refusable, start_names, told_names
+from .effects import (
+    ANYONE,
+    BEGINS_GROUP,
+    EXPORT,
+    Effect,
+    Starts,
+    mentions,
+    of_call,
+    of_start,
+    refusable,
+    start_names,
+    told_names,
+)
 
 __all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "pause_profiling", "watching_python"]
 
@@ -66,7 +78,8 @@ LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
 
 
 class FollowsRandomStates(Protocol):
-    """Is told of the states of torch's default generators that the call reads and sets, and of groups of collectives.
+    """Is told of the states of torch's default generators that the call reads and sets, of groups of collectives, and of what
+    asks for the address of a tensor.
     `refusal`: it has refused something."""
 
     refusal: Refusal | None
@@ -79,6 +92,9 @@ class FollowsRandomStates(Protocol):
 
     def begins_group(self, frame: FrameType) -> bool:
         """Whether code may begin a group of collectives. May raise a `Refusal`."""
+
+    def exported(self, owner: object, frame: FrameType) -> None:
+        """Before it happens. May raise a `Refusal`."""
 
 
 @contextmanager
@@ -133,6 +149,9 @@ class Listener:
             with self._refusing(frame):
                 if self._follower.begins_group(frame):
                     return
+        if function.__name__ == EXPORT and self.concerned():
+            self._follower.exported(owner, frame)
+            return
         effect = of_call(function, owner, frame, self.outer)
         if effect is not None and type(owner) in _LISTS and self.concerned():
             refusal = Refusal(effect.reason, effect.remedy, where=users_line(frame))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from .._torch.tensors import makes_fakes
 from ..engine.profitability import Samples, Took
 from ..state.reentrancy import inside
 from .bound import Graph
@@ -37,7 +38,7 @@ class Measured:
         return self._graph.reached()
 
     def __call__(self, *args: object) -> object:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or inside():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or inside() or makes_fakes():
             return self._graph(*args)
         return self._call(*args) if self._call is not None else self._measure(args)
 

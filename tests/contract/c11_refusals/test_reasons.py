@@ -4,6 +4,7 @@ told once, with the line that is the cause (marked ``# here``), in words of PyTo
 import ast
 import asyncio
 import copy
+import ctypes
 import dataclasses
 import datetime
 import gc
@@ -144,6 +145,26 @@ def to_numpy(device):
 
     def f(x):
         return x * float(x.cpu().numpy().sum())  # here
+
+    for call in recorded(f):
+        call(ramp(device, 4))
+
+
+@way("hands the address of a tensor to code outside torch", remedy="@pg.live", only="cpu")
+def an_address(device):
+    def f(x):
+        ctypes.memset(x.data_ptr(), 0, 4)  # here
+        return x * 2
+
+    for call in recorded(f):
+        call(ramp(device, 4))
+
+
+@way("to_dlpack", remedy="@pg.live")
+def a_capsule(device):
+    def f(x):
+        torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)).mul_(3)  # here
+        return x * 2
 
     for call in recorded(f):
         call(ramp(device, 4))

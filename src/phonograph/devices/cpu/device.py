@@ -82,6 +82,7 @@ class CpuDevice:
             if tape.refusal is not None:
                 raise tape.refusal
             tape.all_arrived()
+            tape.look_at_bystanders()
             kept = {storage_id(t) for t in plan.saved()}
             leaving = {storage_id(t) for t in plan.results(result)} | kept
             tape.close_arrays(leaving)

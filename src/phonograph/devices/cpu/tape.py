@@ -24,6 +24,7 @@ from ...aten.operators import Meaning
 from ...capture.breaks import Break, MarkedBreak
 from ...capture.dispatch import OperatorWatch
 from ...capture.effects import ANYONE, Effect, Starts
+from ...capture.exports import REMEDY
 from ...capture.host_numbers import CHECKS
 from ...capture.python_events import pause_profiling
 from ...capture.recording import Made, Program, memory_of
@@ -39,6 +40,7 @@ from ..cuts import UNDONE
 from ..segments import Segments
 from .arena import Arena
 from .bodies import CHOICE, LOOP, Old, Trial
+from .bystanders import Bystanders
 from .collectives import Exchange, UnderWay, made_by, stand_in
 from .out_variants import tried, variant_of
 from .program import NOTHING, TapeProgram, read_state
@@ -83,12 +85,13 @@ class Tape(OperatorWatch):
         self._shows: int | None = None  # the steps before the first that writes outside
         self._same = 0  # those up to which Python's places outside were as before
         self.drew = False
+        self._bystanders = Bystanders((n, t) for n, t in reach.tensors.values() if storage_id(t) not in self.gathered)
         self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
 
     def frames(self) -> Starts:
-        return COMPILED
+        return {**super().frames(), **COMPILED}
 
     def meet(self, generator: torch.Generator) -> None:
         super().meet(generator)
@@ -115,6 +118,13 @@ class Tape(OperatorWatch):
                               "make the tensor of the array when it is complete, or by torch.tensor")  # fmt: skip
         if any(storage_id(t) in self._lent_by_others for t in operators.written_by(m, args, kwargs)):
             raise Refusal(f"{source_of(m.name)} writes a tensor on the memory of an array", "write a clone of it")
+
+    def look_at_bystanders(self) -> None:
+        """Refuse a call that has written memory outside by no operator. (A backward works on what its forward has saved, and
+        some operators write there without saying so: that of oneDNN's recurrent layers.)"""
+        name = self._bystanders.put_back(t.untyped_storage() for t in self.written.values())
+        if name and self.may_begin_again:
+            raise Refusal(f"changes the memory of {name} without an operator", f"{REMEDY}, which gets {name} as an argument")
 
     def close_arrays(self, leaving: Set[int]) -> None:
         """A result on the memory of an array would be one of its own in a replay."""

@@ -80,7 +80,7 @@ class Capture:
         self._graphs = Graphs(stream.stream, memory.handle, generators.known, states, plan.dials)
         self.watch.next_segment, self.watch.streams = self._graphs.next, self._graphs.others
         self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies
-        self.watch.launches = partial(_launches, self._graphs, memory)
+        self.watch.launches, self.watch.words = partial(_launches, self._graphs, memory), self._graphs.words
         self.watch.known_states, self.watch.room = states, room
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
@@ -98,6 +98,7 @@ class Capture:
             reads = host_reads_refused(watch, (*LISTED, *AS_MEMORY, ITEM, *NUMBERS), of_the_host)
             with watch, reads, seen_from_the_host():
                 self._result = plan.call(self._slots, watch)
+            watch.all_launched_here()
             if not self._stream.is_here:
                 raise Refusal("leaves another stream current than it has found", "use `with torch.cuda.stream(...)`")
             graphs.join()

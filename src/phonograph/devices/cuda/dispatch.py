@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -40,6 +40,7 @@ from ...aten.operators import MASKED, Meaning, meaning, operands
 from ...capture.breaks import Break
 from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
+from ...capture.exports import warps_stream
 from ...capture.recording import memory_of
 from ...capture.value_checks import Check, validates
 from ...distributed import agreement, nccl
@@ -62,6 +63,8 @@ from .value_checks import Answers
 
 __all__ = ["CudaWatch"]
 
+_LAUNCH_HERE = f"launch it on torch.cuda.current_stream(), {MARKED}"
+_HANDED_OUT = meaning(torch.ops.aten.alias.default)._replace(name="data_ptr")
 _NEGATIVE = "normal expects all elements of std >= 0.0"
 _SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 # To find eigenvalues, cuSOLVER waits for the GPU, which no capture allows. One that it has invalidated so, its handle does not
@@ -113,6 +116,9 @@ class CudaWatch(DrawsWatch):
         self._spoke: tuple[Bodies, int] | None = None  # where it has communicated last, and how many bodies there were
         self.captured: Callable[[], int] = int
         self.launches: Callable[[list[range]], list[tuple[str, object]]] = _none_of
+        self.words: Callable[[list[range]], Set[int]] = _no_words
+        # Addresses that others have been given, after how many nodes, and the user's lines.
+        self._handed_out: list[tuple[range, int, str]] = []
         self._kernels: list[tuple[str, object]] = []  # of earlier segments, launched without an operator
         self.answers: Answers | None = None  # of checks, where each run keeps them
         self.cuts: list[tuple[Break, list[TensorAddress], list[TensorAddress]]] = []
@@ -303,6 +309,7 @@ class CudaWatch(DrawsWatch):
         path, called = torch_dynamo.COMPILED_GRAPH
         streams = os.path.join("torch", "cuda", "streams.py")
         return {
+            **super().frames(),
             called: [(path, self._compiled, _UNSAID)],
             "run": [(os.path.join("triton", "runtime", "jit.py"), self._launched, _HEARD)],
             "record": [(streams, self._is_beside, _BESIDE), (streams, self._is_others, _RECORDS)],
@@ -409,8 +416,43 @@ class CudaWatch(DrawsWatch):
             super().refuse_untraced(m, args[0])
         return out
 
+    def hands_out(self, owner: torch.Tensor | torch.UntypedStorage) -> None:
+        """A kernel may get this address, of which no operator tells. It may write there."""
+        if owner.device != self.device:
+            return super().hands_out(owner)
+        self._look_at_stream()
+        with torch_modes.without_modes():
+            storage = owner if isinstance(owner, torch.UntypedStorage) else owner.untyped_storage()
+            t = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        if self.known.get(storage._cdata):
+            self.touched.add(storage._cdata)
+        elif storage._cdata not in self.known:
+            self.refuse_untraced(_HANDED_OUT, t)
+        self.writes(t)
+        if self.arrivals is not None:
+            self.arrivals.lose([t])
+        if storage.nbytes():
+            memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            self._handed_out.append((memory, self.captured(), users_line()))
+        return None
+
+    def all_launched_here(self) -> None:
+        """Refuse an address that nothing has been given which was captured since, without an operator."""
+        handed_out, self._handed_out = self._handed_out, []
+        places = self.origins.unnamed(self.captured()) if handed_out else []
+        for memory, begin, line in handed_out:
+            given = self.words([range(max(place.start, begin), place.stop) for place in places])
+            if not any(word in memory for word in given):
+                raise self.located(Refusal("hands the address of a tensor to code outside torch, which launches nothing on the "
+                                           "stream of the call", _LAUNCH_HERE, line))  # fmt: skip
+
+    def runs_elsewhere(self, frame: FrameType) -> bool:
+        stream = warps_stream(frame)
+        return stream is None or not driver.is_capturing(stream)
+
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         self.may_cut(part)
+        self.all_launched_here()
         self.cuts.append((part, [*map(TensorAddress.of, inputs)], [*map(TensorAddress.of, results)]))
         self._kernels = self.kernels()
         self.next_segment()
@@ -481,6 +523,11 @@ def _finds_eigenvalues(name: str, args: Args, kwargs: Kwargs) -> bool:
 
 def _always(_: FrameType) -> bool:
     return True
+
+
+def _no_words(places: list[range]) -> Set[int]:
+    """Of a graph that is not there yet."""
+    return frozenset()
 
 
 def _none_of(places: list[range]) -> list[tuple[str, object]]:

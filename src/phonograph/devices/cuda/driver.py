@@ -22,7 +22,7 @@ from ..._torch.dynamic import Private
 __all__ = ["KERNEL", "DriverError", "Event", "KernelNumbers", "Launch", "Pointers", "capture_nothing", "captured_graph",
            "captured_nodes", "checked", "context", "counting", "disable", "function", "is_capturing", "kernel_name", "kind",
            "launch_of", "launcher", "library", "new_stream", "nodes", "parameters", "set_context", "unsafe_calls",
-           "waits_for"]  # fmt: skip
+           "waits_for", "words_of"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
@@ -296,6 +296,12 @@ def launch_of(node: int) -> Launch:
     kernel = _Kernel(node)
     given = [int.from_bytes(b.raw, sys.byteorder) for b in kernel.buffers if len(b) <= _WORD]
     return Launch(kernel_name(node).decode(errors="replace"), kernel.sizes(), given)
+
+
+def words_of(node: int) -> list[int]:
+    """What a kernel or a copy is given, in words of 8 bytes: all addresses are among them, but those that lie in memory."""
+    found = _Kernel(node).words() if kind(node) == KERNEL else _Memcpy(node).words() if kind(node) == _MEMCPY else []
+    return [word.value for word in found]
 
 
 def kernel_name(node: int) -> bytes:

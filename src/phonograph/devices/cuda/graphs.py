@@ -102,9 +102,15 @@ class Graphs:
 
     def launches(self, places: Iterable[range]) -> list[driver.Launch]:
         """The kernels at these places of the one that is captured, but for the copies of arguments."""
+        return [driver.launch_of(node) for node in self._at(places) if driver.kind(node) == driver.KERNEL]
+
+    def words(self, places: Iterable[range]) -> set[int]:
+        """What the kernels and copies at these places are given, addresses among it."""
+        return {word for node in self._at(places) for word in driver.words_of(node)}
+
+    def _at(self, places: Iterable[range]) -> list[int]:
         nodes, copies = driver.nodes(driver.captured_graph(self._stream)), self.segments[-1].edges.nodes
-        found = [nodes[i] for place in places for i in place]
-        return [driver.launch_of(node) for node in found if node not in copies and driver.kind(node) == driver.KERNEL]
+        return [nodes[i] for place in places for i in place if nodes[i] not in copies]
 
     def join(self) -> None:
         """Wait for what was captured on other streams. To be called before the end."""
