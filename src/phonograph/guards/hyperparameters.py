@@ -33,6 +33,7 @@ import random
 import struct
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -270,6 +271,8 @@ class Dials:
         self.strays: dict[int, str] = {}
         """Which spots cannot be followed, by number, and why."""
         self._aliases = 0
+        self.times_taken: Counter[float] = Counter()
+        """How often operators took each that is wide, by its probe."""
         self.blind = False  # whether code may have run that no mode looked at
         self._seen_last: list[Any] = [spot.get() for spot in spots]
         self._at_spots: Values = tuple(self._seen_last)
@@ -406,6 +409,7 @@ class Dials:
         `special`, the operator may do something else."""
         aliases: dict[float, float] = {}
         for n in numbers:
+            self.times_taken[n] += 1
             formula = self.formulas[n]
             if why is None and special is not None and self.decide(("special", n, special), Worked(special, formula)):
                 why = "is one that an operator treats by itself"

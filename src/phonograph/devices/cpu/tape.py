@@ -66,6 +66,8 @@ COMPILED: Starts = {
 class Tape(OperatorWatch):
     """Runs each operator for real, notes it, and remembers how to undo what it wrote outside."""
 
+    calls_operators = True
+
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
                  arena: Arena) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed)
