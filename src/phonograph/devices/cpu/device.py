@@ -82,7 +82,8 @@ class CpuDevice:
                 raise tape.refusal
             tape.all_arrived()
             kept = {storage_id(t) for t in plan.saved()}
-            leaving = {storage_id(t) for t in plan.results(result)} | kept
+            returned = {storage_id(t) for t in plan.results(result)}
+            leaving = returned | kept
             tape.close_arrays(leaving)
             others = tape.others(leaving)
             made = tape.close(leaving)
@@ -91,7 +92,8 @@ class CpuDevice:
         finally:
             tape.undo()
             tape.release()
-        free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}
+        own = returned if plan.copies_all else made.keys() - kept
+        free = {key: m.nbytes for key, m in made.items() if m.nbytes and key in own}
         out = tuple(free) if sum(free.values()) <= plan.copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)
 
