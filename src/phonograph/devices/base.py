@@ -32,7 +32,7 @@ class CapturePlan:
     results: Callable[[Leaves], list[torch.Tensor]]
     """Tensors among these leaves, without gradients that are not moved."""
     saved: Callable[[], list[torch.Tensor]]
-    """Tensors that autograd has saved for a backward outside. Results that share memory with them are copied only if all are."""
+    """Tensors that autograd has saved for a backward outside. Results that share memory with them are copied if all are."""
     reach: Reach
     """Objects that the function can reach."""
     dials: Dials
