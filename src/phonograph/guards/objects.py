@@ -598,25 +598,27 @@ class Objects:
     def _group(self, path: str, group: dict[str, object]) -> None:
         """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
         followed = (*LIVE, *CYCLED)
+        put = self._put.get(identity(group), set())
+        apart = put.union(followed)
         self._is_group(group)
 
         def read() -> Reading:
-            return tuple([v for k, v in group.items() if k not in followed])
+            return tuple([v for k, v in group.items() if k not in apart])
 
         def restore(values: tuple[object, ...]) -> None:
-            group.update(zip([k for k in group if k not in followed], values, strict=True))
+            group.update(zip([k for k in group if k not in apart], values, strict=True))
 
         def spot(i: int, _: object) -> Spot:
-            return item(group, [k for k in group if k not in followed][i])
+            return item(group, [k for k in group if k not in apart][i])
 
         def named(path: str, i: int, _: object) -> str:
-            return f"{path}.{[k for k in group if k not in followed][i]}"
+            return f"{path}.{[k for k in group if k not in apart][i]}"
 
-        self._hold(Holder(path, read, restore, named=named, spot=spot, inside=lambda: (group,)))
+        self._hold(Holder(path, read, restore, named=named, tables=lambda: [group], spot=spot, inside=lambda: (group,)))
         for key in followed:
             if key in group:
                 self._hold(_live_place(path, group, key))
-        self._fixed(path, group.values())
+        self._fixed(path, [v for k, v in group.items() if k not in put])
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         if type(tensor) is Borrowed:
