@@ -53,15 +53,17 @@ def _tensor(
     requires_grad: bool = False,
     pin_memory: bool = False,
 ) -> Thing:
-    """Of one number."""
+    """Of one number, or of a list of some."""
     dtype = dtype or torch.get_default_dtype()
-    if not isinstance(data, float) or requires_grad or pin_memory or not dtype.is_floating_point:
+    if requires_grad or pin_memory or not dtype.is_floating_point:
         return NotImplemented
-    return torch.full((), data, dtype=dtype, device=device)
+    if type(data) in (list, tuple) and all(isinstance(x, float) or type(x) is int for x in data):
+        return torch.stack([torch.full((), x, dtype=dtype, device=device) for x in data])
+    return torch.full((), data, dtype=dtype, device=device) if isinstance(data, float) else NotImplemented
 
 
 def _as_tensor(data: Thing, dtype: torch.dtype | None = None, device: Thing = None) -> Thing:
-    """Of one number."""
+    """The same."""
     return _tensor(data, dtype=dtype, device=device)
 
 

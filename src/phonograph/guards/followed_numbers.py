@@ -63,7 +63,7 @@ _PLAIN = frozenset(
      "__radd__", "__add__", "__sub__", "__mul__", "__truediv__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__pow__",
      "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "__rpow__", *_LOSSES, *_ACTIVATIONS, "_threshold", *_MARGINS,
      "nan_to_num", "nan_to_num_", "bernoulli_", "normal_", "multi_margin_loss", "addmm", "baddbmm", "addmv", "batch_norm",
-     "layer_norm", "group_norm", "instance_norm", "scaled_dot_product_attention", "uniform_", "gumbel_softmax"])  # fmt: skip
+     "layer_norm", "group_norm", "instance_norm", "scaled_dot_product_attention", "gumbel_softmax"])  # fmt: skip
 """Functions of torch's that hand a number on to an operator as it is. (Where one works out others, no operator takes it.)"""
 _OPERATORS = frozenset(
     [*(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")),
@@ -73,7 +73,7 @@ _OPERATORS = frozenset(
 _WHOLE_OPERATORS = _OPERATORS | frozenset(
     [*(f"aten::{name}{way}" for name in ("multi_margin_loss", "native_batch_norm", "native_layer_norm", "native_group_norm",
                                          "_scaled_dot_product_flash_attention_for_cpu") for way in ("", "_backward")),
-     "aten::addmm", "aten::baddbmm", "aten::addmv", "aten::uniform_"])  # fmt: skip
+     "aten::addmm", "aten::baddbmm", "aten::addmv"])  # fmt: skip
 """Those that do the same with each number where a replay calls them, rather than what they have launched."""
 _ARITHMETIC = frozenset(f"{name}{way}" for name in ("add", "sub", "mul", "div") for way in ("", "_")) | {
     "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__",
@@ -364,6 +364,8 @@ def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
             return function(*reals(args, why), **reals(kwargs, why))
         key = (function.__name__, tuple(map(said, args)))
         formula = Worked(float, Worked(function, *[x.formula if isinstance(x, Followed) else x for x in args]))
+        if any(type(x) is Tally for x in given):  # which has its real value: so would what is worked out, in a program as well
+            return dials.derive_float(key, formula)
         return dials.derive(key, lambda: function(*map(_stands, args)), formula, wide=True)
 
     return called
@@ -371,7 +373,7 @@ def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
 
 def _stands(x: object) -> object:
     """By what it is told which of several forms of a number a program holds."""
-    return x.probe if isinstance(x, Dial) else x.value if type(x) is Tally else x
+    return x.probe if isinstance(x, Dial) else x
 
 
 def _unseen_by(code: CodeType) -> frozenset[str]:

@@ -417,7 +417,7 @@ class Dials:
                 self.stray(formula, why)
                 continue
             self._aliases += 1
-            aliases[n] = self.derive(("use", self._aliases), _probe, formula).probe
+            aliases[n] = self.derive(("use", self._aliases), lambda n=n: math.copysign(_probe(), n), formula).probe
             self.used.add(aliases[n])
         return aliases
 

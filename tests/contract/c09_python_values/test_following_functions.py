@@ -1,5 +1,6 @@
 """C9: numbers that change from call to call are followed through functions of torch's that work out others with them."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,7 @@ FUNCTIONS = {
     "where": lambda y, t, n: torch.where(y > 0, y, n).mean() + y.where(y < 0, n).mean(),
     "an item": lambda y, t, n: (changed(y, 0, n) * y).mean(),
     "items": lambda y, t, n: (changed(y, (..., slice(1, 3)), n) * y + changed(y, y > 0, n) * y).mean(),
+    "a list": lambda y, t, n: (y * torch.tensor([n, 1.0, n * 2, 3], device=y.device)).mean(),
     "as a tensor": lambda y, t, n: (y * torch.as_tensor(n, device=y.device)).mean(),
     "to the power": lambda y, t, n: (n ** y.detach() * y).mean(),
     "bernoulli": lambda y, t, n: (torch.empty_like(y).bernoulli_(n) * y).mean(),
@@ -58,6 +60,12 @@ def changed(y, index, number):
     return y
 
 
+def averaged(y, number):
+    mean, variance = y.new_zeros(4), y.new_ones(4)
+    F.batch_norm(y, mean, variance, training=True, momentum=number)
+    return mean * variance
+
+
 def bounded(y, number):
     many = [y.detach() * 1, y.detach() * 2]
     torch._foreach_minimum_(many, number)
@@ -70,17 +78,17 @@ CALLED = {
     "multi margin": lambda y, t, n: F.multi_margin_loss(y, t.clamp(0), margin=n),
     "addmm": lambda y, t, n: torch.addmm(y, y, y.new_ones(4, 4), beta=n, alpha=n * 2).mean(),
     "baddbmm": lambda y, t, n: torch.baddbmm(y[None], y[None], y.new_ones(1, 4, 4), beta=n).mean(),
-    "a batch norm's momentum": lambda y, t, n: F.batch_norm(y, y.new_zeros(4), y.new_ones(4), True, n).square()[0].mean(),
+    "a batch norm's momentum": lambda y, t, n: averaged(y, n).mean() + y.mean(),
     "a batch norm's eps": lambda y, t, n: F.batch_norm(y, None, None, training=True, eps=n).square()[0].mean(),
     "a layer norm's eps": lambda y, t, n: F.layer_norm(y, (4,), eps=n).square()[0].mean(),
     "a group norm's eps": lambda y, t, n: F.group_norm(y, 2, eps=n).square()[0].mean(),
-    "uniform": lambda y, t, n: (torch.empty_like(y).uniform_(-n, n) * y).mean(),
     "attention": lambda y, t, n: F.scaled_dot_product_attention(*[y.view(1, 2, 3, 4)] * 3, scale=n).square().mean(),
 }  # fmt: skip
 NOT_FOLLOWED = {
     "attention of all": lambda y, t, n: F.scaled_dot_product_attention(*[y.view(1, 2, 3, 4)] * 3, scale=n,
                                                          attn_mask=y.new_zeros(3, 3).requires_grad_()).square().mean(),
     "another exponential unit": lambda y, t, n: F.celu(y, n).mean(),
+    "uniform": lambda y, t, n: (torch.empty_like(y).uniform_(-n, n) * y).mean(),
     "a logit": lambda y, t, n: torch.logit(y.sigmoid(), n).mean(),
 }  # fmt: skip
 
@@ -130,6 +138,26 @@ def test_c09_numbers_of_operators_that_a_replay_calls_are_followed(device, how):
 @pytest.mark.parametrize("how", NOT_FOLLOWED)
 def test_c09_a_number_of_which_another_is_made_unseen_is_never_stale(device, how):
     compared(device, NOT_FOLLOWED[how], [0.1 + n / 64 for n in range(CALLS)])
+
+
+@pytest.mark.parametrize("name", ["sqrt", "pow", "log"])
+def test_c09_a_function_of_math_of_a_count_is_followed(device, name):
+    function = {"sqrt": lambda n: math.sqrt(n), "pow": lambda n: math.pow(n, -0.75), "log": lambda n: math.log(n + 0.5)}[name]
+    held, steps = torch.zeros(3, device=device), SimpleNamespace(n=0)
+
+    @pg.record
+    def step(x):
+        steps.n += 1
+        torch._foreach_lerp_([held], [x], weight=function(steps.n) / 8)
+        return held * function(steps.n)
+
+    expected = torch.zeros(3, device=device)
+    for n in range(CALLS):
+        x = torch.linspace(n, 1, 3, device=device)
+        result = step(x)
+        torch._foreach_lerp_([expected], [x], weight=function(n + 1) / 8)
+        assert_same(result, expected * function(n + 1))
+    assert_followed(step, CALLS)
 
 
 @pytest.mark.parametrize("how", ["foreach", "one by one"])
