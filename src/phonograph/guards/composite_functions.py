@@ -80,7 +80,7 @@ def _method_where(self: Thing, condition: Thing, other: Thing) -> Thing:
     return _where(condition, self, other)
 
 
-def _set_item(self: torch.Tensor, index: object, value: Thing) -> Thing:
+def _set_item(self: torch.Tensor, index: Thing, value: Thing) -> Thing:
     """To one number."""
     if not isinstance(value, float) or not self.is_floating_point():
         return NotImplemented

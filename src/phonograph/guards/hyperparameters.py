@@ -234,6 +234,11 @@ def _probe() -> float:
             return x
 
 
+def _probe_of_sign(of: float) -> float:
+    """One on the side of zero on which this is: an operator may ask for that."""
+    return math.copysign(_probe(), of)
+
+
 def _telling(x: object) -> bool:
     """Whether 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
     if type(x) is not float or not 1e-9 < abs(x) < 1e9:
@@ -417,7 +422,7 @@ class Dials:
                 self.stray(formula, why)
                 continue
             self._aliases += 1
-            aliases[n] = self.derive(("use", self._aliases), lambda n=n: math.copysign(_probe(), n), formula).probe
+            aliases[n] = self.derive(("use", self._aliases), partial(_probe_of_sign, n), formula).probe
             self.used.add(aliases[n])
         return aliases
 
