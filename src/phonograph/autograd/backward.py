@@ -11,7 +11,7 @@ is taken out of `.grad` as it arrives, and accumulated later, outside, in eager'
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -135,6 +135,8 @@ class Backward:
     """Saved tensors that its last capture has read."""
     captured: bool = False
     """Whether it is being captured."""
+    copies: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """Results that are handed out as copies of what it reads: where that lies, by their numbers."""
     origins: Origins | None = None
     """Modules that called the operators of the forward, for the operators of the backward."""
 

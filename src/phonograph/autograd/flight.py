@@ -19,6 +19,7 @@ from .._torch.autograd import backward_id, may_run_backward, when_backward_ends,
 from .._torch.tensors import is_ordinary
 from ..call.signature import unseen
 from ..errors import Refusal
+from ..memory.pool import unexpanded
 from ..python.identity import identity
 from ..state.compiled_generators import Begins
 from ..values.tensor_subclasses import parts, parts_of_all
@@ -124,6 +125,7 @@ class Flight:
         self.spent: Set[int] = frozenset()  # what the last to read it has read
         self.begins: tuple[Begins, ...] = ()  # where generators stood, if the backward draws the forward's numbers again
         self.arguments: list[tuple[torch.Tensor, torch.Tensor]] = []  # that code keeps, after their slots
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # results, after what they are copies of
         self.looks: dict[int, Look] = {}  # by the numbers of the backwards that run
         self._joined: weakref.ref[Node] | None = None  # it has this
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], dict[int, object]]] = {}  # results on which others depend
@@ -235,7 +237,8 @@ class Flight:
                 raise RuntimeError(_WRITTEN.format(f"tensor of shape {tuple(self._saved[i].shape)}"))
 
     def refresh(self) -> None:
-        """What code keeps of the arguments by itself, it sees as they are at the backward.
+        """What code keeps of the arguments by itself, it sees as they are at the backward. So are results, of which a copy was
+        handed out: who writes one and leaves its version alone (`y.data`), has written what eager would read.
 
         Raises:
             RuntimeError: one has been made another tensor, with which code was not recorded.
@@ -245,6 +248,8 @@ class Flight:
                 raise RuntimeError(_RESHAPED.format(_kind(t), _kind(slot)))
             if t.data_ptr() != slot.data_ptr():
                 slot.copy_(t.detach())
+        for place, t in self.copies if self._memory is not None else ():
+            unexpanded(place).copy_(unexpanded(t))
 
     def read(self) -> list[torch.Tensor]:
         """The arguments of which something was saved. One that was saved itself, autograd reads as it is by now. (Whoever gives
@@ -279,6 +284,7 @@ class Flight:
             if self.wiring.elsewhere and self.given:  # what reads them may be at work yet, on another stream than theirs
                 when_backward_ends(self.given.clear)  # (autograd may keep what it calls a moment longer)
             self._memory, self._saved, self._storages, self.arguments, self.given = None, [], [], [], []
+            self.copies = []
             if self.twice is None:
                 self.sources = []
 

@@ -105,6 +105,7 @@ class Joint:
             for i, slot in traced.kept.slots.items()
             if i not in borrowed
         ]
+        flight.copies = [(place, results[i].detach()) for i, place in traced.copies.items()]
         return flight
 
     def run(self, flight: Flight, grads: tuple[torch.Tensor | None, ...], node: Node) -> list[torch.Tensor | None]:

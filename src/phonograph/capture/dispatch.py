@@ -65,6 +65,9 @@ _STRIDED = torch.strided
 class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts, Exports):
     """Observer of every operator of one call on one device."""
 
+    calls_operators = False
+    """Whether a replay calls them, rather than what they have launched."""
+
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
         TorchDispatchMode.__init__(self)
         CallMemory.__init__(self, reach, slots, borrowed)
@@ -246,8 +249,10 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts,
             sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
         self.runs_python = self.runs_python or m.others
         try:
-            if self.dials is not None and self.dials.wide and (taken := takes(self.dials, m.name, args, kwargs)) is not None:
-                return self._followed(func, m, *taken)
+            if self.dials is not None and self.dials.wide:
+                taken = takes(self.dials, m.name, args, kwargs, called=self.calls_operators)
+                if taken is not None:
+                    return self._followed(func, m, *taken)
             return self.perform(func, m, args, kwargs)
         except Refusal as refusal:
             refusal.operator = func

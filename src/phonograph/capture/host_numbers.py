@@ -98,7 +98,7 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
             if not t.is_cpu or self.known.get(storage_id(t), ""):
                 return None
             with without_modes():
-                return bool(t.item())
+                return bool(READS_NUMBER(t))
         return self.checks(check, t)
 
     def takes(self, check: Check) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class CapturePlan:
     results: Callable[[Leaves], list[torch.Tensor]]
     """Tensors among these leaves, without gradients that are not moved."""
     saved: Callable[[], list[torch.Tensor]]
-    """Tensors that autograd has saved for a backward outside. Results that share memory with them are not copied."""
+    """Tensors that autograd has saved for a backward outside. Results that share memory with them are copied if all are."""
     reach: Reach
     """Objects that the function can reach."""
     dials: Dials
@@ -52,6 +53,11 @@ class CapturePlan:
     """Bytes of results, at most, that each run copies to memory of the caller's own."""
     rewind: Rewind | None = None
     """Random states that the forward of this backward has read, for recomputation."""
+
+    @property
+    def copies_all(self) -> bool:
+        """Whether each result is copied, whatever it takes."""
+        return self.copied == math.inf
 
     def fed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Select the arguments that each run copies, or their slots."""

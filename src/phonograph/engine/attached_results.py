@@ -21,7 +21,7 @@ from ..values.tensor_subclasses import storages
 from . import outputs
 from .capture_terms import Request
 from .evidence import Evidence
-from .output_kinds import Fresh
+from .output_kinds import Copied, Fresh
 
 __all__ = ["backward_of", "settled"]
 
@@ -54,6 +54,8 @@ def backward_of(
         evidence.behaviour.code.sets_hooks,
     )
     backward.origins = captured.watch.origins
+    saved = {x.address for x in backward.saved.memory}
+    backward.copies = {i: o.place() for i, o in enumerate(plan) if isinstance(o, Copied) and o.lease.address in saved}
     if backward.only_captured and backward.recompute.parts and captured.watch.drops_out:
         raise Refusal("recomputes parts in its backward, and has dropout of cuDNN's, which begins anew there",
                       "put nn.Dropout between layers of their own, instead of dropout=")  # fmt: skip

@@ -19,7 +19,7 @@ from .._torch.dynamo import ended_by
 from .._torch.tensors import alias
 from ..capture.recording import Output, Replay
 from ..memory.loans import Borrowed, Loan, plain
-from ..memory.pool import Lease
+from ..memory.pool import Lease, unowned
 from ..memory.views import View
 from ..values.formulas import Formula
 
@@ -157,6 +157,11 @@ class Copied(Leased):
 
     index: int = -1
     """The number of that copy."""
+
+    def place(self) -> torch.Tensor:
+        """Where it is copied from, of which nobody counts as holding it."""
+        t = unowned(self.memory)
+        return t if self.lazy is None else self.lazy(t)
 
     def tensor(self, replay: Replay) -> torch.Tensor:
         # It was made in the mode of the caller, and may be the result of another: only there can it be copied to.

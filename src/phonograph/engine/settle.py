@@ -54,7 +54,7 @@ class Settlement:
         self._settle_operators()
         self._outputs = self._planned()
         self._backward = self._backward_planned()
-        self._copied = tuple(self._leases.pop(key) for key in evidence.captured.copied)
+        self._copied = self._copied_out()
         evidence.captured.program.copies(outputs.moulds(self._outputs, self._copied))
         self._entangled = self._disentangled()
         self._relied = verdict.relied or request.reach
@@ -143,6 +143,13 @@ class Settlement:
             raise Refusal(f"sets {late[0]}, and has code that runs in its backward, which may read what was there",
                           "record the whole step")  # fmt: skip
         return backward
+
+    def _copied_out(self) -> tuple[Lease, ...]:
+        """The memory of results that each run copies. What a backward reads there as well, a call holds until then."""
+        found = tuple([self._leases[key] for key in self._evidence.captured.copied])
+        saved = {*map(identity, self._backward.saved.memory)} if self._backward is not None else set()
+        self._leases = {key: x for key, x in self._leases.items() if x not in found or identity(x) in saved}
+        return found
 
     def _disentangled(self) -> Entangled:
         """What no argument of a later call may be, or share memory with. Those of this call must not either."""

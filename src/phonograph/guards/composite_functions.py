@@ -53,12 +53,54 @@ def _tensor(
     requires_grad: bool = False,
     pin_memory: bool = False,
 ) -> Thing:
-    """Of one number."""
+    """Of one number, or of a list of some."""
     dtype = dtype or torch.get_default_dtype()
-    if not isinstance(data, float) or requires_grad or pin_memory or not dtype.is_floating_point:
+    if requires_grad or pin_memory or not dtype.is_floating_point:
         return NotImplemented
-    return torch.full((), data, dtype=dtype, device=device)
+    if type(data) in (list, tuple) and all(isinstance(x, float) or type(x) is int for x in data):
+        return torch.stack([torch.full((), x, dtype=dtype, device=device) for x in data])
+    return torch.full((), data, dtype=dtype, device=device) if isinstance(data, float) else NotImplemented
 
 
-WRITTEN_OUT: dict[object, Callable[..., Thing]] = {F.cross_entropy: _cross_entropy, torch.tensor: _tensor}
+def _as_tensor(data: Thing, dtype: torch.dtype | None = None, device: Thing = None) -> Thing:
+    """The same."""
+    return _tensor(data, dtype=dtype, device=device)
+
+
+def _where(condition: Thing, input: Thing = None, other: Thing = None, *, out: Thing = None) -> Thing:
+    """With a number for one of two tensors."""
+    tensors = [x for x in (input, other) if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    if out is not None or len(tensors) != 1 or not tensors[0].is_floating_point():
+        return NotImplemented
+    of = tensors[0]
+    return torch.where(condition, *[x if x is of else _scalar(x, of) for x in (input, other)])
+
+
+def _method_where(self: Thing, condition: Thing, other: Thing) -> Thing:
+    return _where(condition, self, other)
+
+
+def _set_item(self: torch.Tensor, index: Thing, value: Thing) -> Thing:
+    """To one number."""
+    if not isinstance(value, float) or not self.is_floating_point():
+        return NotImplemented
+    parts = index if type(index) is tuple else (index,)
+    if all(x is None or x is Ellipsis or type(x) in (int, slice) for x in parts):
+        self[index] = _scalar(value, self)
+    elif isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.shape == self.shape:
+        self.masked_fill_(index, value)
+    else:
+        return NotImplemented
+    return None
+
+
+def _scalar(number: Thing, of: torch.Tensor) -> torch.Tensor:
+    """A number as an operator sees it that takes it beside this tensor."""
+    return torch.full((), number, dtype=of.dtype, device=of.device)
+
+
+WRITTEN_OUT: dict[object, Callable[..., Thing]] = {
+    F.cross_entropy: _cross_entropy, torch.tensor: _tensor, torch.as_tensor: _as_tensor, torch.where: _where,
+    torch.Tensor.where: _method_where, torch.Tensor.__setitem__: _set_item,
+}  # fmt: skip
 """What is called in the place of a function. It answers `NotImplemented` to what it does not know."""

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.dynamo import ran_compiled, uncompiled
+from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
 from ..python.holders import Holder, Spot
@@ -52,22 +53,35 @@ _TRIES = 2  # captures in which a number could not be followed
 _BASES = ("add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp", "clamp", "clamp_min", "clamp_max", "fill", "full",
           "full_like", "new_full", "masked_fill", "gt", "lt", "ge", "le", "eq", "ne", "pow")  # fmt: skip
 _LOSSES = ("huber_loss", "smooth_l1_loss")
-_FOREACH = tuple([f"_foreach_{name}" for name in _BASES[:8] if name != "rsub"])
+_ACTIVATIONS = ("leaky_relu", "elu", "hardtanh", "threshold", "softplus", "softshrink", "hardshrink")
+_MARGINS = ("margin_ranking_loss", "hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss")
+_BOUNDS = ("clamp_min", "clamp_max", "minimum", "maximum")
+_FOREACH = tuple([f"_foreach_{name}" for name in (*_BASES[:8], *_BOUNDS) if name != "rsub"])
 _PLAIN = frozenset(
     [*(f"{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")), "subtract", "multiply", "divide", "true_divide",
      "multiply_", "divide_", "subtract_", "true_divide_", "greater", "less", "__rsub__", "__rdiv__", "__rtruediv__", "__rmul__",
      "__radd__", "__add__", "__sub__", "__mul__", "__truediv__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__pow__",
-     "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", *_LOSSES, "gumbel_softmax"])  # fmt: skip
-"""Functions of torch's that hand a number on to an operator as it is."""
+     "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "__rpow__", *_LOSSES, *_ACTIVATIONS, "_threshold", *_MARGINS,
+     "nan_to_num", "nan_to_num_", "bernoulli_", "normal_", "multi_margin_loss", "addmm", "baddbmm", "addmv", "batch_norm",
+     "layer_norm", "group_norm", "instance_norm", "scaled_dot_product_attention", "gumbel_softmax"])  # fmt: skip
+"""Functions of torch's that hand a number on to an operator as it is. (Where one works out others, no operator takes it.)"""
 _OPERATORS = frozenset(
     [*(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")),
-     *(f"aten::{name}{way}" for name in _LOSSES for way in ("", "_backward"))])  # fmt: skip
+     *(f"aten::{name}{way}" for name in (*_LOSSES, *_ACTIVATIONS) for way in ("", "_backward")), "aten::nan_to_num",
+     "aten::nan_to_num_", "aten::bernoulli_", "aten::normal_"])  # fmt: skip
 """Operators whose kernels have a number among their parameters as it is, or in one of the forms that are looked for."""
+_WHOLE_OPERATORS = _OPERATORS | frozenset(
+    [*(f"aten::{name}{way}" for name in ("multi_margin_loss", "native_batch_norm", "native_layer_norm", "native_group_norm",
+                                         "_scaled_dot_product_flash_attention_for_cpu") for way in ("", "_backward")),
+     "aten::addmm", "aten::baddbmm", "aten::addmv"])  # fmt: skip
+"""Those that do the same with each number where a replay calls them, rather than what they have launched."""
 _ARITHMETIC = frozenset(f"{name}{way}" for name in ("add", "sub", "mul", "div") for way in ("", "_")) | {
     "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__", "__imul__", "__truediv__",
-    "__itruediv__"}  # fmt: skip
+    "__itruediv__", "fill_", *(f"clamp{end}{way}" for end in ("", "_min", "_max") for way in ("", "_")),
+    *(f"{name}{way}" for name in _FOREACH for way in ("", "_"))}  # fmt: skip
 """Functions that do with a whole number what they do with the same as a float, if tensors are of floating-point numbers."""
-_WITHOUT_GRADIENT = frozenset({"lerp", "lerp_", "pow", "pow_", "__pow__"})  # autograd works out other numbers with these
+_WITHOUT_GRADIENT = frozenset({"lerp", "lerp_", "pow", "pow_", "__pow__", "__rpow__"})
+"""Those with which autograd works out other numbers."""
 
 _SPECIAL: dict[str, Callable[[float], bool]] = {
     "aten::pow": lambda x: 2 * x == int(2 * x) if math.isfinite(x) else True,
@@ -75,6 +89,9 @@ _SPECIAL: dict[str, Callable[[float], bool]] = {
     **dict.fromkeys(("aten::addcmul", "aten::addcmul_", "aten::addcdiv", "aten::addcdiv_"), lambda x: x == 1.0),
 }  # fmt: skip
 _SPECIAL["aten::pow_"] = _SPECIAL["aten::pow"]
+_SPECIAL["aten::normal_"] = _SPECIAL["aten::softshrink"] = lambda x: not x >= 0.0  # they raise
+_SPECIAL["aten::bernoulli_"] = lambda x: not 0.0 <= x <= 1.0
+_SPECIAL["aten::addmm"] = _SPECIAL["aten::baddbmm"] = _SPECIAL["aten::addmv"] = lambda x: x in (0.0, 1.0)  # in the backward
 
 # What takes numbers in C, or asks of which class they are, in code that names it.
 _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_into", "Decimal", "timedelta", "array", "ops",
@@ -215,12 +232,14 @@ def is_compiled(x: object) -> bool:
     return code is not None and is_users(code.co_filename)
 
 
-def takes(dials: Dials, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """What an operator is given in place of these arguments, where there are numbers among them that are followed."""
+def takes(dials: Dials, name: str, args: Args, kwargs: Kwargs, *, called: bool) -> tuple[Args, Kwargs] | None:
+    """What an operator is given in place of these arguments, where there are numbers among them that are followed. It is
+    `called` by a replay, or a kernel that it has launched is."""
     numbers = {n for n in _floats((*args, *kwargs.values())) if n in dials.wide}
     if not numbers:
         return None
-    why = None if name in _OPERATORS and kwargs.get("rounding_mode") is None else f"is taken by {name}"
+    known = name in (_WHOLE_OPERATORS if called else _OPERATORS) and kwargs.get("rounding_mode") is None
+    why = None if known else f"is taken by {name}"
     aliases = dials.taken(numbers, why, _SPECIAL.get(name))
     return tuple([_with(x, aliases) for x in args]), {k: _with(x, aliases) for k, x in kwargs.items()}
 
@@ -263,11 +282,12 @@ class _Guard(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         graded = name in _WITHOUT_GRADIENT and torch.is_grad_enabled()
-        if name in _ARITHMETIC and all(t.is_floating_point() for t in args if isinstance(t, torch.Tensor)):
+        if name in _ARITHMETIC and all(t.is_floating_point() for t in tensors_in(args, [])):
             args = tuple([x.as_float() if type(x) is Tally else x for x in args])
+            kwargs = {k: x.as_float() if type(x) is Tally else x for k, x in kwargs.items()}
         whole = any(type(x) is Tally for x in _dials_in((args, kwargs)))
         if name in _PLAIN and not whole and not (graded and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)):
-            return func(*args, **kwargs)
+            return self._taken(func, args, kwargs)
         if not whole and (written_out := WRITTEN_OUT.get(func)) is not None:
             with self:
                 result = written_out(*args, **kwargs)
@@ -275,6 +295,17 @@ class _Guard(TorchFunctionMode):
                 return result
         why = f"is given to {name}" + (", through which gradients go" if graded else "")
         return func(*reals(args, why), **reals(kwargs, why))
+
+    def _taken(self, func: Callable[..., Thing], args: Args, kwargs: Kwargs) -> Thing:
+        """Call a function which hands numbers on. Of what no operator has taken as it is, it has made others, unseen."""
+        given = [x for x in _dials_in((args, kwargs)) if isinstance(x, Dial) and x.wide]
+        times = self._dials.times_taken
+        before = [times[dial.probe] for dial in given]
+        result = func(*args, **kwargs)
+        for dial, n in zip(given, before, strict=True):
+            if times[dial.probe] == n:
+                self._dials.stray(dial.formula, f"is worked with in {getattr(func, '__name__', func)}")
+        return result
 
 
 def _backward(
@@ -333,6 +364,8 @@ def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
             return function(*reals(args, why), **reals(kwargs, why))
         key = (function.__name__, tuple(map(said, args)))
         formula = Worked(float, Worked(function, *[x.formula if isinstance(x, Followed) else x for x in args]))
+        if any(type(x) is Tally for x in given):  # which has its real value: so would what is worked out, in a program as well
+            return dials.derive_float(key, formula)
         return dials.derive(key, lambda: function(*map(_stands, args)), formula, wide=True)
 
     return called
@@ -340,7 +373,7 @@ def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
 
 def _stands(x: object) -> object:
     """By what it is told which of several forms of a number a program holds."""
-    return x.probe if isinstance(x, Dial) else x.value if type(x) is Tally else x
+    return x.probe if isinstance(x, Dial) else x
 
 
 def _unseen_by(code: CodeType) -> frozenset[str]:

@@ -33,6 +33,7 @@ import random
 import struct
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -234,6 +235,11 @@ def _probe() -> float:
             return x
 
 
+def _probe_of_sign(of: float) -> float:
+    """One on the side of zero on which this is: an operator may ask for that."""
+    return math.copysign(_probe(), of)
+
+
 def _telling(x: object) -> bool:
     """Whether 1 / x and 1 / float32(x) differ as float32: which of them a program holds can be told."""
     if type(x) is not float or not 1e-9 < abs(x) < 1e9:
@@ -271,6 +277,8 @@ class Dials:
         self.strays: dict[int, str] = {}
         """Which spots cannot be followed, by number, and why."""
         self._aliases = 0
+        self.times_taken: Counter[float] = Counter()
+        """How often operators took each that is wide, by its probe."""
         self.blind = False  # whether code may have run that no mode looked at
         self._seen_last: list[Any] = [spot.get() for spot in spots]
         self._at_spots: Values = tuple(self._seen_last)
@@ -409,6 +417,7 @@ class Dials:
         `special`, the operator may do something else."""
         aliases: dict[float, float] = {}
         for n in numbers:
+            self.times_taken[n] += 1
             formula = self.formulas[n]
             if why is None and special is not None and self.decide(("special", n, special), Worked(special, formula)):
                 why = "is one that an operator treats by itself"
@@ -416,7 +425,7 @@ class Dials:
                 self.stray(formula, why)
                 continue
             self._aliases += 1
-            aliases[n] = self.derive(("use", self._aliases), _probe, formula).probe
+            aliases[n] = self.derive(("use", self._aliases), partial(_probe_of_sign, n), formula).probe
             self.used.add(aliases[n])
         return aliases
 

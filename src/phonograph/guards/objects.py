@@ -52,6 +52,7 @@ __all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "UNNAMED", "Enter", 
 FEW = 64  # so many parameters are all looked at before each replay
 _BUFFER = 4096  # bytes of a buffer that are compared before each replay; larger ones are refused
 LARGE = 64 << 20  # bytes of an array that is compared before each replay; larger ones are refused
+MANY = 1 << 12  # objects in an array that are compared before each replay; an array of more is refused
 _PLAIN_ARRAYS = ("ndarray", "memmap", "matrix", "recarray")  # whose bytes are all there is to them
 BUFFERS = (bytearray, array, memoryview, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Array, ctypes.Union)
 LEAVES = frozenset({int, float, str, bytes, bool, type(None), complex, torch.dtype, torch.device, torch.Size})
@@ -233,6 +234,12 @@ class Objects:
         self._fixed(path, view.values())
 
     def _array(self, path: str, array: Foreign) -> None:
+        if type(array).__name__ in _PLAIN_ARRAYS and array.dtype.kind == "O" and array.size <= MANY:
+            self._hold(memory_contents.frozen_array(path, array))
+            items = memory_contents.array_of_objects(path, array)
+            self._hold(items)
+            self._fixed(path, items.read())
+            return
         if array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
             self.arrays.append(path)
             return
@@ -591,25 +598,27 @@ class Objects:
     def _group(self, path: str, group: dict[str, object]) -> None:
         """A parameter group: its hyper-parameters, those that may be followed each as a place of its own."""
         followed = (*LIVE, *CYCLED)
+        put = self._put.get(identity(group), set())
+        apart = put.union(followed)
         self._is_group(group)
 
         def read() -> Reading:
-            return tuple([v for k, v in group.items() if k not in followed])
+            return tuple([v for k, v in group.items() if k not in apart])
 
         def restore(values: tuple[object, ...]) -> None:
-            group.update(zip([k for k in group if k not in followed], values, strict=True))
+            group.update(zip([k for k in group if k not in apart], values, strict=True))
 
         def spot(i: int, _: object) -> Spot:
-            return item(group, [k for k in group if k not in followed][i])
+            return item(group, [k for k in group if k not in apart][i])
 
         def named(path: str, i: int, _: object) -> str:
-            return f"{path}.{[k for k in group if k not in followed][i]}"
+            return f"{path}.{[k for k in group if k not in apart][i]}"
 
-        self._hold(Holder(path, read, restore, named=named, spot=spot, inside=lambda: (group,)))
+        self._hold(Holder(path, read, restore, named=named, tables=lambda: [group], spot=spot, inside=lambda: (group,)))
         for key in followed:
             if key in group:
                 self._hold(_live_place(path, group, key))
-        self._fixed(path, group.values())
+        self._fixed(path, [v for k, v in group.items() if k not in put])
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         if type(tensor) is Borrowed:

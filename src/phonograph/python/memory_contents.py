@@ -6,14 +6,14 @@ import ctypes
 import hashlib
 from array import array
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, product
 
 import torch
 
 from .._torch.dynamic import Foreign, Private, Reading
 from .holders import Holder, Part, kept
 
-__all__ = ["AT_ONCE", "array_of_numpys", "buffer", "frozen_array", "memory"]
+__all__ = ["AT_ONCE", "array_of_numpys", "array_of_objects", "buffer", "frozen_array", "memory"]
 
 AT_ONCE = 64 << 10
 """Bytes of an array, or of memory, that are all compared before each replay; of larger ones a part each time."""
@@ -42,8 +42,23 @@ def buffer(path: str, thing: Private) -> Holder:
 
 
 def frozen_array(path: str, array: Foreign) -> Holder:
-    """One that nobody can write: what it is."""
+    """What an array is, but for its values: all that can change of one that nobody can write."""
     return kept(path, lambda: (array.shape, array.dtype.str, array.strides, array.flags.writeable))
+
+
+def array_of_objects(path: str, array: Foreign) -> Holder:
+    """What lies in an array of Python's objects."""
+
+    def places() -> list[tuple[int, ...]]:
+        return [*product(*map(range, array.shape))]
+
+    def restore(saved: Reading) -> None:
+        now = places()
+        for place, value in zip(now, saved, strict=False):
+            if array[place] is not value:
+                array[place] = value
+
+    return Holder(path, lambda: (*array.flat,), restore)
 
 
 def array_of_numpys(path: str, array: Foreign) -> Holder:

@@ -1,11 +1,13 @@
 """C5: results that are held in yet other ways."""
 
+import copy
 import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves as tensors_of
 
 import phonograph as pg
 from phonograph.testing import Pair, assert_same
@@ -138,3 +140,95 @@ def test_c05_two_results_that_change_places(device):
         result = both(a, b)
         b, a = result.each(lambda r: r[0]), result.each(lambda r: r[1])
         del result
+
+
+class Two(nn.Module):
+    """Two results that the backward reads, and a third that it does not."""
+
+    def forward(self, x):
+        y = x.tanh()
+        return y, x.sigmoid().mT, y.detach() + 1
+
+
+READ_BY_THE_BACKWARD = {
+    "tanh": lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+    "sigmoid": lambda: nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()),
+    "softmax": lambda: nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)),
+    "lstm": lambda: nn.LSTM(4, 4),
+    "two": lambda: nn.Sequential(nn.Linear(4, 4), Two()),
+    "large": lambda: nn.Sequential(nn.Linear(4, 40_000), nn.Tanh()),
+}
+
+
+def first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+def total(result):
+    return sum(t.square().sum() for t in tensors_of(result) if t.requires_grad)
+
+
+def models_of(device, kind):
+    torch.manual_seed(0)
+    plain = READ_BY_THE_BACKWARD[kind]().to(device)
+    return plain, pg.record(copy.deepcopy(plain), keep="always")
+
+
+@pytest.mark.parametrize("kind", READ_BY_THE_BACKWARD)
+def test_c05_results_that_the_backward_reads_and_one_keeps_settle(device, kind):
+    plain, model = models_of(device, kind)
+    held = []
+    for n in range(24):
+        x = torch.linspace(-1, 1 + n, 12, device=device).view(3, 4)
+        held.append((model(x), plain(x)))
+        for result, m in zip(held[-1], (model, plain), strict=True):
+            m.zero_grad()
+            total(result).backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    for ours, theirs in held:
+        assert_same(tensors_of(ours), tensors_of(theirs))
+    assert pg.stats(model).recorded <= 3, pg.explain(model)
+    assert not pg.stats(model).refusals, pg.explain(model)
+
+
+@pytest.mark.parametrize("kind", ["tanh", "two"])
+def test_c06_a_result_that_the_backward_reads_is_written_before_it(device, kind):
+    """As eager: what is written unseen is read, a write that is seen raises. Some are kept, so that replays hand out copies."""
+    plain, model = models_of(device, kind)
+    held = []
+    for n in range(24):
+        x = torch.linspace(-1, 1 + n, 12, device=device).view(3, 4)
+        other, waits = [m(x * 2) for m in (model, plain)], n % 3 == 1  # a second forward in flight
+        held.append([m(x) for m in (model, plain)])
+        for result, late, m in zip(held[-1], other, (model, plain), strict=True):
+            m.zero_grad()
+            loss = total(result)
+            first(result).data.mul_(0.5)
+            loss.backward()
+            if waits:
+                total(late).backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    for m in (model, plain):
+        result = first(m(x))
+        with torch.no_grad():
+            result.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+    assert pg.stats(model).replayed >= 40, pg.explain(model)
+
+
+def test_c06_results_of_several_calls_that_are_kept_and_read_late(device):
+    """One result's backward has read all that was saved; another's comes when the next call has been."""
+    plain, model = models_of(device, "two")
+    held = []
+    for n in range(16):
+        x = torch.linspace(-1, 1 + n, 12, device=device).view(3, 4)
+        held.append([m(x) for m in (model, plain)])
+        for results, m in zip(zip(*held, strict=True), (model, plain), strict=True):
+            m.zero_grad()
+            results[-1][0].sum().backward(retain_graph=True)
+            if n:
+                results[-2][1].sum().backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    for ours, theirs in held:
+        assert_same(ours, theirs)

@@ -43,6 +43,60 @@ def test_c09_an_array_in_reach_is_looked_at(device, read, n):
     assert_same(recorded(x), read(x, schedule.table))
 
 
+class Names:
+    """As a fitted scaler has them."""
+
+    def __init__(self, *names):
+        self.names = np.array(names, dtype=object)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_c09_an_array_of_objects_is_looked_at_as_a_list_is(device, frozen):
+    scaler = Names("t", 2.0, None)
+    scaler.names.setflags(write=not frozen)
+    recorded = pg.record(lambda x: x * float(scaler.names[1]))
+    for i in range(6):
+        x = ramp(device, 3) + i
+        assert_same(recorded(x), x * 2)
+    assert counts(recorded) == (1, 1, 5), pg.explain(recorded)
+    if frozen:
+        scaler.names = np.array(["t", 3.0, None], dtype=object)
+    else:
+        scaler.names[1] = 3.0
+    for i in range(6):
+        x = ramp(device, 3) + i
+        assert_same(recorded(x), x * 3)
+    assert counts(recorded)[2] >= 8, pg.explain(recorded)
+
+
+def test_c09_what_lies_in_an_array_of_objects_is_reached(device):
+    scaler = Names({"by": 2.0}, torch.ones(3, device=device), Schedule(4))
+    recorded = pg.record(lambda x: x * scaler.names[0]["by"] * scaler.names[1] * float(scaler.names[2].table[0]))
+    for i in range(15):
+        if i % 5 == 3:
+            scaler.names[0]["by"] += 1
+            scaler.names[1].mul_(2)
+            scaler.names[2].table[0] += 1
+        x = ramp(device, 3) + i
+        assert_same(recorded(x), x * scaler.names[0]["by"] * scaler.names[1] * float(scaler.names[2].table[0]))
+    assert counts(recorded)[2] >= 5, pg.explain(recorded)
+
+
+@may_run_live
+def test_c09_an_array_of_objects_that_the_call_writes_is_an_effect(device):
+    scaler = Names(0.0, [1])
+
+    def f(x):
+        scaler.names[0] = scaler.names[0] + 1
+        return x * scaler.names[0]
+
+    recorded = pg.record(f)
+    for i in range(6):
+        assert_same(recorded(ramp(device, 3)), ramp(device, 3) * (i + 1))
+        assert scaler.names[0] == i + 1
+        assert scaler.names[1] == [1]
+
+
 @pytest.mark.parametrize("n", [10, 8000])
 def test_c09_what_changes_in_an_array_is_noticed_before_the_next_replay(device, n):
     schedule = Schedule(n)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import phonograph as pg
+from phonograph.testing import assert_same
 from tests.helpers import may_run_live
 
 
@@ -498,3 +499,52 @@ def test_c07_c09_a_padded_call_carries_nothing(device):
             x = torch.randn(5 + n % 3, 6, generator=torch.Generator().manual_seed(n)).to(device)
             torch.testing.assert_close(recorded(x), live(x))
             assert torch.equal(ours.centers, live.centers)
+
+
+class Counts(torch.optim.Optimizer):
+    """Keeps the count of its steps as a new tensor each time: in the group, and in a parameter's state as well if in `both`."""
+
+    def __init__(self, params, both):
+        super().__init__(params, {"lr": 1e-2})
+        self.both = both
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            first = group["params"][0]
+            count = group.get("count", torch.zeros((), dtype=torch.int64, device=first.device)) + 1
+            group["count"] = count
+            if self.both:
+                self.state[first]["step"] = count
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / count)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["in the group", "in the state too"])
+def test_c09_a_tensor_that_is_carried_in_a_parameter_group(device, both):
+    def trained(record):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2).to(device)
+        optimizer = Counts(net.parameters(), both)
+
+        def step(x):
+            optimizer.zero_grad()
+            net(x).pow(2).sum().backward()
+            optimizer.step()
+
+        step, kept = record(step), []
+        for n in range(20):
+            step(torch.linspace(-1, 1 + n, 12, device=device).view(3, 4))
+            kept.append(optimizer.param_groups[0]["count"])
+            if n == 8:
+                optimizer.param_groups[0]["count"] = torch.tensor(100, device=device)
+            if n == 12:
+                optimizer.param_groups[0]["lr"] = 1e-3
+        return step, [*net.parameters(), *kept], optimizer.state_dict()
+
+    step, *ours = trained(lambda step: pg.record(step, keep="always"))
+    _, *theirs = trained(lambda step: step)
+    assert_same(ours[0], theirs[0])
+    assert_same(ours[1], theirs[1])
+    assert pg.stats(step).recorded <= 3, pg.explain(step)
+    assert pg.stats(step).replayed >= 16, pg.explain(step)

@@ -34,6 +34,31 @@ def test_c11_a_known_number_of_classes_is_recorded(device, program):
     assert counts(f) == (1, 1, 3), reasons(f)
 
 
+@programs
+def test_c11_a_known_number_of_classes_is_recorded_where_the_call_may_be_split(device, program):
+    """The checks are torch's: the call does not go on by what they read."""
+    f = pg.record(program, fallback="split", keep="always")
+    for values in ((0, 1, 2), (3, 3, 0), (1, 0, 3), (2, 2, 2)):
+        assert_same(f(classes(device, *values)), program(classes(device, *values)))
+    assert counts(f) == (1, 1, 3), reasons(f)
+
+
+def test_c11_a_number_of_classes_after_a_number_by_which_the_call_goes_on(device):
+    flag, book = torch.tensor(True, device=device), torch.randn(4, 2, device=device)
+
+    def program(x):
+        if not flag.item():
+            return x
+        return F.one_hot(x, 4).float() @ book
+
+    f = pg.record(program, fallback="split", keep="always")
+    for n in range(12):
+        x = classes(device, n % 4, 1, (n * 3) % 4)
+        assert_same(f(x), program(x))
+    assert pg.stats(f).replayed >= 8, reasons(f)
+    assert pg.stats(f).recorded <= 2, reasons(f)
+
+
 def test_c11_a_distribution_over_classes_is_recorded(device):
     logits = torch.zeros(3, 4, device=device)
 

@@ -84,7 +84,8 @@ class CpuDevice:
             tape.all_arrived()
             tape.look_at_bystanders()
             kept = {storage_id(t) for t in plan.saved()}
-            leaving = {storage_id(t) for t in plan.results(result)} | kept
+            returned = {storage_id(t) for t in plan.results(result)}
+            leaving = returned | kept
             tape.close_arrays(leaving)
             others = tape.others(leaving)
             made = tape.close(leaving)
@@ -92,7 +93,8 @@ class CpuDevice:
             program = tape.program(footprint, plan.fed(slots), (self._arena.under(footprint), slots))
         finally:
             put_back(tape.undo, tape.release)
-        free = {key: m.nbytes for key, m in made.items() if m.nbytes and key not in kept}
+        own = returned if plan.copies_all else made.keys() - kept
+        free = {key: m.nbytes for key, m in made.items() if m.nbytes and key in own}
         out = tuple(free) if sum(free.values()) <= plan.copied else ()
         return Captured(result, program, made, tape, slots, slots, out, others=others)
 

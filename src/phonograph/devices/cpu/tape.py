@@ -35,6 +35,7 @@ from ...guards.snapshot import changed
 from ...memory.spans import Spans
 from ...python.identity import identity
 from ...python.origin import users_line
+from ...values.host_scalars import READS_NUMBER
 from ...values.wording import source_of
 from ..cuts import UNDONE
 from ..segments import Segments
@@ -66,6 +67,8 @@ COMPILED: Starts = {
 
 class Tape(OperatorWatch):
     """Runs each operator for real, notes it, and remembers how to undo what it wrote outside."""
+
+    calls_operators = True
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
                  arena: Arena) -> None:  # fmt: skip
@@ -360,7 +363,7 @@ class Tape(OperatorWatch):
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""
         with without_modes():
-            found = bool(answer.item())
+            found = bool(READS_NUMBER(answer))  # for `Tensor.item` is the call's, which may go on by numbers
         self._may_raise(CHECKS)
         if found is not check.good:  # here and now: the live call raises
             raise self.located(Refusal(f"{CHECKS} fails", "see the exception", failed=True))

@@ -159,7 +159,7 @@ class Capture:
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""
         plan, watch = self._plan, self.watch
-        results, kept = plan.results(self._result), {storage_id(t) for t in plan.saved()}
+        results, kept = plan.results(self._result), set() if plan.copies_all else {storage_id(t) for t in plan.saved()}
         own = {storage_id(t): t.untyped_storage() for t in results if t.device == self._stream.torch_device}
         own = {key: s for key, s in own.items() if s.nbytes() and key not in watch.outside | watch.slot_ids | kept}
         return own if sum(s.nbytes() for s in own.values()) <= plan.copied else {}
