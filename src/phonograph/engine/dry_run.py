@@ -58,6 +58,7 @@ from .current_capture import capturing
 from .evidence import Behaviour, CodeThatRan, Evidence
 from .prepared import Prepared
 from .returned import Given, Returned
+from .touches import Touches
 
 __all__ = ["DryRun"]
 
@@ -91,8 +92,10 @@ class DryRun:
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
         self._behaviour: Behaviour | None = None
-        counts = request.backward is None and request.terms.placement.within is None
+        counts = request.terms.placement.within is None or request.reach.unwatchable  # an audit notes only what it must not
+        counts = bool(counts) and request.backward is None
         self._reads = Reads(request.reach.objects) if counts else None
+        self._untouched = Touches(request.reach, self._reads, request.device.torch_device, self._refused)
 
     def capture(self, most: float) -> Evidence:
         """Capture the call. Results of at most so many bytes in all are copied out by each replay.
@@ -251,6 +254,7 @@ class DryRun:
         heard = together(watch.frames(), watch.hooks(), watch.histories.backwards(), prepared.begins, refused)
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
+        variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
@@ -261,9 +265,10 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            watching_python(self._outer, heard, reach.caching, reach.left_out, watch) as listener,
+            watching_python(self._outer, heard, reach.caching, self._untouched.left_out, watch, None, variables) as listener,
         ):
             self._listener, listener.found = listener, self._refused
+            self._untouched.listener = listener
             if tracing is not None and state:
                 stands += map(tracing.parameter, state)
                 called = called.with_state(stands)
