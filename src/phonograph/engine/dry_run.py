@@ -92,8 +92,8 @@ class DryRun:
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
         self._behaviour: Behaviour | None = None
-        counts = request.terms.placement.within is None or request.reach.unwatchable  # an audit notes only what it must not
-        counts = bool(counts) and request.backward is None
+        notes = request.terms.placement.within is None or bool(request.reach.unwatchable)  # an audit must not touch it either
+        counts = notes and request.backward is None
         self._reads = Reads(request.reach.objects) if counts else None
         self._untouched = Touches(request.reach, self._reads, request.device.torch_device, self._refused)
 
@@ -268,7 +268,7 @@ class DryRun:
             watching_python(self._outer, heard, reach.caching, self._untouched.left_out, watch, None, variables) as listener,
         ):
             self._listener, listener.found = listener, self._refused
-            self._untouched.listener = listener
+            self._untouched.heard_by(listener)
             if tracing is not None and state:
                 stands += map(tracing.parameter, state)
                 called = called.with_state(stands)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 
 import torch
@@ -29,7 +30,7 @@ class Touches:
         self._untouched = Untouched(reach.found, reads)
         self.some = bool(self._untouched)
         """Whether there is anything to be heard of."""
-        self.listener: Listener | None = None
+        self._listener: Callable[[], Listener | None] = lambda: None
         self._heard = hears_instructions()
         if not self.some:
             return
@@ -40,6 +41,10 @@ class Touches:
             raise one.refusal(reach.mentions.read_at(one.name))
         assert reads is not None
         reads.touching, reads.untouched = self, self._untouched.whole
+
+    def heard_by(self, listener: Listener) -> None:
+        """Refuse where it listens. (It refers to this.)"""
+        self._listener = weakref.ref(listener)
 
     def left_out(self, frame: FrameType) -> Overlooked | Refusal | None:
         """What was overlooked of the code that starts in this frame, or what that may touch unheard."""
@@ -64,5 +69,6 @@ class Touches:
         raise self._refused[-1]
 
     def _refuse(self, one: Unwatchable | None, frame: FrameType) -> None:
-        if one is not None and self.listener is not None and self.listener.concerned():
-            self.listener.refuse(one.refusal(users_line(frame)), frame)
+        listener = self._listener()
+        if one is not None and listener is not None and listener.concerned():
+            listener.refuse(one.refusal(users_line(frame)), frame)

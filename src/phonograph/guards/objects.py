@@ -46,7 +46,7 @@ from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
 from .attribute_effects import Left
 from .attribute_epochs import Room, room_of
-from .unwatchable import Unwatchable
+from .unwatchable import ARRAY, CROWD, FILE, ITERATOR, Unwatchable
 
 __all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "LIMIT", "UNNAMED", "Enter", "Objects", "has_more"]
 
@@ -145,7 +145,7 @@ class Objects:
     @property
     def iterators(self) -> list[str]:
         """The names of iterators and files."""
-        return [one.path for one in self.unwatchable if one.iterates]
+        return [one.path for one in self.unwatchable if one.kind in (ITERATOR, FILE)]
 
     @property
     def objects(self) -> list[object]:
@@ -167,9 +167,11 @@ class Objects:
 
     def _is_crowd(self, path: str, thing: object, values: Collection[object]) -> bool:
         """Whether something holds more than can be walked through at all."""
-        crowd = len(values) > LIMIT and sum(not (kind in LEAVES or issubclass(kind, torch.Tensor)) for kind in map(type, values)) > LIMIT
+        if len(values) <= LIMIT:
+            return False
+        crowd = sum(not (kind in LEAVES or issubclass(kind, torch.Tensor)) for kind in map(type, [*values])) > LIMIT
         if crowd:
-            self.unwatchable.append(Unwatchable.crowd(path, thing))
+            self.unwatchable.append(Unwatchable(path, thing, CROWD))
         return crowd
 
     def _dict(self, path: str, d: Table, *, watched: bool = False) -> None:
@@ -252,12 +254,12 @@ class Objects:
 
     def _array(self, path: str, array: Foreign) -> None:
         if array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
-            self.unwatchable.append(Unwatchable.array(path, array))
+            self.unwatchable.append(Unwatchable(path, array, ARRAY))
             return
         if _is_frozen(array):
             self._hold(memory_contents.frozen_array(path, array))
         elif array.nbytes > LARGE:
-            self.unwatchable.append(Unwatchable.array(path, array))
+            self.unwatchable.append(Unwatchable(path, array, ARRAY))
             return
         else:
             self._hold(memory_contents.array_of_numpys(path, array))
@@ -269,7 +271,7 @@ class Objects:
 
     def _buffer(self, path: str, thing: Thing) -> None:
         if memoryview(thing).nbytes > _BUFFER or not memoryview(thing).c_contiguous:
-            self.unwatchable.append(Unwatchable.array(path, thing))
+            self.unwatchable.append(Unwatchable(path, thing, ARRAY))
         else:
             self._hold(memory_contents.buffer(path, thing))
 
@@ -481,7 +483,7 @@ class Objects:
         if type(it) in _COUNTED and _used_up(it):
             self._hold(kept(path, lambda: (operator.length_hint(it),)))
         else:
-            self.unwatchable.append(Unwatchable.iterator(path, it))
+            self.unwatchable.append(Unwatchable.iterating(path, it))
 
     # -- torch's objects
 

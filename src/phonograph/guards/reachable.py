@@ -106,6 +106,7 @@ class Reach(Objects):
         self._variables: set[int] = set()  # the identities of cells, of which each is one place in however many closures
         self._classes: set[int] = set()
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
+        self._given: dict[type, list[tuple[str, FunctionType]]] = {}  # and functions of the user's in these
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
         self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._class_places: list[tuple[str, type]] = []
@@ -181,7 +182,8 @@ class Reach(Objects):
         tables = any(h.contents is not None and type(h.contents.now()) in TABLES for h in self.holders)
         noted = ran.reads is not None and any(map(ran.reads.knows, {*map(type, self._objects)}))
         states = self.optimizers and not ran.names("state", of_module=True)
-        narrows = self._selected or self.unwatchable or noted or tables or any(map(has_more, self.modules)) or any(self._kinds.values()) or states
+        some = self._selected or self.unwatchable or noted or tables
+        narrows = some or any(map(has_more, self.modules)) or any(self._kinds.values()) or states
         if not (left.paths or arguments or narrows):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
@@ -212,6 +214,7 @@ class Reach(Objects):
                 self._far = self._python_modules.keys() - near
             for kind, bases in list(self._kinds.items()):
                 self._enter_methods(kind, bases)
+                self._enter_given_methods(kind)
             modules = [module for module, _ in self._python_modules.values()]
             by_self = self._self_around and any(type(module) is not ModuleType for module in modules)
             flow = self._modules_flow or self.mentions.gets_modules
@@ -618,6 +621,8 @@ class Reach(Objects):
         if kind not in self._kinds:
             self.foreign |= dict.fromkeys(base for base in kind.__mro__ if packages.is_anothers(base))
             self._kinds[kind] = [base for k in (kind, type(kind)) for base in k.__mro__ if is_users_class(base)]
+            others = [f for base in kind.__mro__ if base not in self._kinds[kind] for f in vars(base).items()]
+            self._given[kind] = [(n, f) for n, f in others if type(f) is FunctionType and is_users(f.__code__.co_filename)]
 
     def _making(self, kind: type) -> None:
         """Objects of this class may be made, so that its constructors run."""
@@ -654,6 +659,14 @@ class Reach(Objects):
                         self._visit(f"{base.__qualname__}.{name}", f)
                 if is_called and isinstance(member, classmethod):
                     self._making(kind)
+
+    def _enter_given_methods(self, kind: type) -> None:
+        """Functions of the user's in classes of others: those that somebody has put there, or torch.fx generated."""
+        for name, f in self._given.get(kind, ()):
+            if name in self.mentions.names or name in UNNAMED or name in self._known.get(kind, ()):
+                if self._ran is not None and not self._ran.has(f.__code__):
+                    self._unbound.add(identity(f))
+                self._visit(f"{kind.__qualname__}.{name}", f)
 
     def _runs_alike(self, f: object) -> bool:
         """Whether a function could run without being missed: it has the code of another, as all have that a decorator made."""

@@ -31,22 +31,22 @@ from ..python.read_gate import Reads, behind_gate
 from ..python.subscripts import ALL_VARIABLES, TABLES, keys_after
 from ..python.variable_loads import ATTRIBUTE, CELL, GLOBAL, Load, loads_in
 
-__all__ = ["Found", "Untouched", "Unwatchable"]
+__all__ = ["ARRAY", "CROWD", "FILE", "ITERATOR", "Found", "Untouched", "Unwatchable"]
 
 _ANY = object()
 _PLAIN = (tuple, list, dict, set, frozenset, deque, OrderedDict, defaultdict)
-_OF_FILES = "read and write it outside, or mark the part that does @pg.live"
 _BY_TEXT = frozenset({"getattr", "attrgetter", "methodcaller", "itemgetter", "__dict__", "vars"})
 
 
+ITERATOR, FILE, ARRAY, CROWD = "an iterator", "a file", "an array", "too much"
+
+
 class Unwatchable(NamedTuple):
-    """One of them, where it was found; what it is, and what to do about it."""
+    """One of them, where it was found, and what it is."""
 
     path: str
     thing: object
-    reason: str
-    remedy: str
-    iterates: bool = False
+    kind: str
 
     @property
     def name(self) -> str:
@@ -54,26 +54,23 @@ class Unwatchable(NamedTuple):
         return re.split(r"\W+", self.path.rstrip("'\"])"))[-1]
 
     def refusal(self, where: str) -> Refusal:
-        return Refusal(self.reason.format(self.path), self.remedy, where)
+        path, in_trainer = self.path, "._trainer." in self.path
+        if self.kind is FILE:
+            return Refusal(f"uses an open file ({path})",
+                           "read and write it outside, or mark the part that does @pg.live", where)  # fmt: skip
+        if self.kind is ARRAY:
+            return Refusal(f"uses an array ({path}), which can change without notice",
+                           "pass it as a tensor, or let nobody write it: array.setflags(write=False)", where)  # fmt: skip
+        if self.kind is CROWD:
+            return Refusal("can reach more than can be watched",
+                           "let it refer to less, or pass what it needs as arguments", where)  # fmt: skip
+        return Refusal(f"uses an iterator ({path})", "a LightningModule refers to its trainer: call pg.record on the network "
+                       "in it" if in_trainer else "take the next item outside and pass it as an argument; advance a progress "
+                       "bar outside", where)  # fmt: skip
 
     @staticmethod
-    def iterator(path: str, thing: object) -> Unwatchable:
-        if issubclass(type(thing), io.IOBase):
-            return Unwatchable(path, thing, "uses an open file ({})", _OF_FILES, True)
-        remedy = "take the next item outside and pass it as an argument; advance a progress bar outside"
-        if "._trainer." in path:
-            remedy = "a LightningModule refers to its trainer: call pg.record on the network in it"
-        return Unwatchable(path, thing, "uses an iterator ({})", remedy, True)
-
-    @staticmethod
-    def array(path: str, thing: object) -> Unwatchable:
-        return Unwatchable(path, thing, "uses an array ({}), which can change without notice",
-                           "pass it as a tensor, or let nobody write it: array.setflags(write=False)")  # fmt: skip
-
-    @staticmethod
-    def crowd(path: str, thing: object) -> Unwatchable:
-        return Unwatchable(path, thing, "can reach more than can be watched ({})",
-                           "let it refer to less, or pass what it needs as arguments")  # fmt: skip
+    def iterating(path: str, thing: object) -> Unwatchable:
+        return Unwatchable(path, thing, FILE if issubclass(type(thing), io.IOBase) else ITERATOR)
 
 
 class Found(NamedTuple):
@@ -104,10 +101,9 @@ class Untouched:
         self._of_modules: dict[str, Unwatchable] = {}
         self._attributes: dict[str, Unwatchable] = {}  # of classes, and of modules that may be anything that has no name
         if self._leads:
-            self._reads = reads
-            self._spread(found.met)
+            self._spread(found.met, reads)
             self._variables(found)
-            self.unavoidable = self._beyond_hearing(found)
+            self.unavoidable = self._beyond_hearing(found) if reads is not None else found.unwatchable[0]
         self._named = {*self._globals, *self._attributes, *self._of_modules}
 
     def __bool__(self) -> bool:
@@ -115,7 +111,7 @@ class Untouched:
 
     # -- what leads to it
 
-    def _spread(self, met: list[object]) -> None:
+    def _spread(self, met: list[object], reads: Reads | None) -> None:
         """What leads to them and is not heard counts as they do."""
         above, known = defaultdict[int, list[object]](list), {*map(identity, met)}
         for thing in met:
@@ -130,18 +126,12 @@ class Untouched:
             key = work.pop()
             for outer in above[key]:
                 self._ways.add(key)
-                if self._is_heard(outer):
+                if _is_heard(outer, reads):
                     self._holders.setdefault(identity(outer), self._leads[key])
                 elif identity(outer) not in self._leads:
                     self._leads[identity(outer)] = self._leads[key]
                     self._tables |= {identity(outer)} if type(outer) in TABLES else set()
                     work.append(identity(outer))
-
-    def _is_heard(self, thing: object) -> bool:
-        kind = type(thing)
-        if issubclass(kind, (type, ModuleType)):
-            return True
-        return self._reads is not None and kind is not SimpleNamespace and self._reads.names(thing) is not None
 
     def _variables(self, found: Found) -> None:
         leads = self._leading
@@ -178,8 +168,6 @@ class Untouched:
     def _beyond_hearing(self, found: Found) -> Unwatchable | None:
         """What no capture would hear of: a root, what torch's modules and tensors lead to (torch looks these up), and what was
         found in a way that is not known here."""
-        if self._reads is None:
-            return found.unwatchable[0]
         inner = [d for m in found.met if issubclass(type(m), torch.nn.Module) for d in _looked_up(m)]
         tensors = [t for t in found.met if issubclass(type(t), torch.Tensor)]
         lost = [one for key, one in self._leads.items() if key not in self._ways]
@@ -256,6 +244,13 @@ class Untouched:
         if not REFLECTS.isdisjoint(named):
             return next(iter(self._leads.values()))
         return next(iter(found.values()), None)
+
+
+def _is_heard(thing: object, reads: Reads | None) -> bool:
+    """Whether reads of its attributes are heard, or loads of what it has."""
+    if issubclass(type(thing), (type, ModuleType)):
+        return True
+    return reads is not None and type(thing) is not SimpleNamespace and reads.names(thing) is not None
 
 
 def _looked_up(module: Thing) -> Iterator[object]:

@@ -155,6 +155,7 @@ class Reads:
                 yield
             finally:
                 end()
+                self.touching = None
                 _noting.release()
 
     def _gate(self) -> Thing:

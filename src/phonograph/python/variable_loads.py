@@ -1,4 +1,4 @@
-"""Where code loads a variable that it does not own, or an attribute by name: told from its instructions, for whoever hears these
+"""Where code loads a variable that it does not own, or an attribute by name: told from its instructions, for whoever hears them
 run one by one.
 """
 
@@ -18,8 +18,8 @@ _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "RE
 
 
 class Load(NamedTuple):
-    """An instruction that loads a variable of this name, or an attribute: of what another loads (`of`), if that is known; whether
-    nothing is done with it but to compare it with None."""
+    """An instruction that loads a variable of this name, or an attribute: of what another loads (`of`), if that is known.
+    Whether nothing is done with it but to compare it with None."""
 
     kind: str
     name: str
