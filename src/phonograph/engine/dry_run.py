@@ -36,7 +36,7 @@ from ..devices.cuts import Cuts
 from ..errors import Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
-from ..guards.carried_state import Carried, Carries
+from ..guards.carried_state import Carried, Carries, tensors_in
 from ..guards.fed_gradients import hands_on
 from ..guards.followed_numbers import guarding
 from ..guards.hyperparameters import Dials
@@ -299,6 +299,7 @@ class DryRun:
         left = self._left(found, known, (result, [values for _, values in edited]), watch, listener)
         filled = self._restored(left, listener)
         if left.puts:
+            self._own_memory(left)
             self._found_once(result, left, filled)
             result, left = (result, [put.new for put in left.puts]), left.after()
         if edited:
@@ -345,6 +346,16 @@ class DryRun:
             raise refusals[0]
         self._stand_ins.close()
         return filled
+
+    def _own_memory(self, left: Left) -> None:
+        """Refuse a view with a history of a tensor outside that is left somewhere: a replay could give it none."""
+        outside = {storage_id(t): (name, t) for name, t in self._request.reach.tensors.values()}
+        for put in left.puts:
+            for t in tensors_in(put.new):
+                name, of = outside.get(storage_id(t), ("", t)) if has_memory(t) else ("", t)
+                if name and t is not of and t.grad_fn is not None and t._base is of:
+                    raise Refusal(f"keeps a view of {name} in {put.path}, with a history", "keep a clone of it, as in "
+                                  "weight.expand_as(x).clone()", final=False)  # fmt: skip
 
     def _found_once(self, result: object, left: Left, filled: set[int]) -> None:
         """Refuse a container that is left somewhere, and was found elsewhere as well."""
