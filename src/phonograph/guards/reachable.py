@@ -57,7 +57,7 @@ from ..python import containers, object_attributes
 from ..python.bytecode import Used, names_in, words_of
 from ..python.dict_versions import of_class
 from ..python.executed_code import Ran, is_resumed
-from ..python.holders import Holder, kept
+from ..python.holders import Holder, Spot, kept
 from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
@@ -701,7 +701,13 @@ class Reach(Objects):
             for name in space.keys() - before.keys() - _KEPT_BY_PYTHON:
                 delattr(kind, name)
 
-        self._hold(Holder(path, read, restore, named=containers.keyed, inside=lambda: (of_class(kind),)))
+        def spot(name: str) -> Spot:
+            return Spot(
+                (identity(kind), name), lambda: space.get(name, MISSING), lambda value: type.__setattr__(kind, name, value)
+            )
+
+        own, inside = containers.by_key(spot), lambda: (of_class(kind),)
+        self._hold(Holder(path, read, restore, named=containers.keyed, spot=own, inside=inside))
 
     def _is_unread(self, name: str, value: object) -> bool:
         """Whether nothing that ran can have read this attribute of a class."""
