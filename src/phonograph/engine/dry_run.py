@@ -14,7 +14,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
 from types import CodeType
 from typing import NamedTuple
 
@@ -359,10 +358,14 @@ class DryRun:
 
     def _found_once(self, result: object, left: Left, filled: set[int]) -> None:
         """Refuse a container that is left somewhere, and was found elsewhere as well."""
-        trees = result, *[put.new for put in left.puts]
-        once = [*map(identity, chain.from_iterable(containers(x) for x in trees))]
-        if len({*once}) < len(once) or not self._outer.isdisjoint({*once} - filled):
-            raise Refusal(f"keeps a container in {left.paths[0]} that is found elsewhere as well", "use a new one")
+        known: dict[int, str] = {}
+        for path, tree in (("the result", result), *((put.path, put.new) for put in left.puts)):
+            for key in map(identity, containers(tree)):
+                if key in known or (key in self._outer and key not in filled):
+                    path = path if tree is not result else left.paths[0]
+                    raise Refusal(f"keeps a container in {path} that is found elsewhere as well",
+                                  f"use a new one: {known[key]} has it" if key in known else "use a new one")  # fmt: skip
+                known[key] = path
 
     def _returned(self, result: object, effects: _Effects, built: list[object]) -> Returned:
         grads = self._prepared.grads

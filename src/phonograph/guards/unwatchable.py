@@ -181,18 +181,18 @@ class Untouched:
             return None
         load = loads_in(frame.f_code).get(frame.f_lasti)
         compared = load is not None and load.kind is ATTRIBUTE and load.name == name and load.compared
-        return None if compared else self._of(value, frame, name)
+        return None if compared else self._of(value, frame.f_code, frame.f_lasti, name)
 
     def held_by(self, thing: object) -> Unwatchable | None:
         """All attributes of an object were read."""
         return self._holders.get(identity(thing))
 
-    def _of(self, value: Thing, frame: FrameType, name: str) -> Unwatchable | None:
+    def _of(self, value: Thing, code: CodeType, at: int, name: str) -> Unwatchable | None:
         """What a value leads to; of a table, if one item is read there, this."""
         one = self._leads.get(identity(value))
         if one is None or type(value) not in TABLES:
             return one
-        key = keys_after(frame.f_code, type(value)).get((frame.f_lasti, name), _ANY)
+        key = keys_after(code, type(value)).get((at, name), _ANY)
         table = own_dict(value) if type(value) is SimpleNamespace else value
         return one if key is _ANY or table is None else self._leads.get(identity(dict.get(table, key, MISSING)))
 
@@ -212,9 +212,9 @@ class Untouched:
             return None
         if load.kind is CELL:
             values = self._cells.get(identity(frame.f_code), {}).get(load.name, ())
-            return next((one for v in values if (one := self._of(v, frame, load.name)) is not None), None)
+            return next((one for v in values if (one := self._of(v, frame.f_code, load.at, load.name)) is not None), None)
         if load.kind is GLOBAL:
-            return self._of(frame.f_globals.get(load.name), frame, load.name)
+            return self._of(frame.f_globals.get(load.name), frame.f_code, load.at, load.name)
         of = _loaded_from(frame, load.of)
         if issubclass(type(of), ModuleType):
             return self._leads.get(identity(_loaded_from(frame, load)))

@@ -19,12 +19,13 @@ _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "RE
 
 class Load(NamedTuple):
     """An instruction that loads a variable of this name, or an attribute: of what another loads (`of`), if that is known.
-    Whether nothing is done with it but to compare it with None."""
+    Whether nothing is done with it but to compare it with None. The offset of the instruction."""
 
     kind: str
     name: str
     of: Load | None
     compared: bool
+    at: int
 
 
 @of_code
@@ -34,10 +35,10 @@ def loads_in(code: CodeType) -> Mapping[int, Load]:
     heard = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
     before: Load | None = None
     for n, i in enumerate(heard[:-1]):
-        kind, of, before = _kind(i.opname), before, None
+        kind, of, before = _kind(i.opname), None if i.is_jump_target else before, None
         if kind:
             compared = _compares_with_none(heard[n + 1 : n + 3])
-            before = Load(kind, str(i.argval), of if kind is ATTRIBUTE else None, compared)
+            before = Load(kind, str(i.argval), of if kind is ATTRIBUTE else None, compared, i.offset)
             found |= dict.fromkeys(range(i.offset, heard[n + 1].offset, 2), before)
     return found
 
