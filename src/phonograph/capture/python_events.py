@@ -23,7 +23,7 @@ import threading
 import traceback
 from _queue import SimpleQueue
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import (
     BuiltinFunctionType,
@@ -48,6 +48,7 @@ from ..python.introspection import is_table
 from ..python.loggers import ASKING, Question, question
 from ..python.origin import BACKWARD, is_users, runs_through, users_line
 from ..python.standing import ended, standing
+from ..python.variable_loads import Load
 from ..state.rng import READS, SETS, asked
 from .effects import (
     ANYONE,
@@ -63,7 +64,7 @@ from .effects import (
     told_names,
 )
 
-__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "pause_profiling", "watching_python"]
+__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "hears_instructions", "pause_profiling", "watching_python"]
 
 
 # By identity: a code's hash goes through all its instructions.
@@ -75,6 +76,16 @@ _SETTING = frozenset({"__setitem__", "update", "setdefault"})  # what they leave
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})  # whose methods change what they are called on, if anything
 
 LeftOut = Callable[[FrameType], Overlooked | Refusal | None]
+
+
+class Variables(Protocol):
+    """Is told where code loads variables, before it has them."""
+
+    def loads(self, code: CodeType) -> Mapping[int, Load] | None:
+        """The instructions of code to be told of; None for none."""
+
+    def loaded(self, frame: FrameType, load: Load) -> None:
+        """May raise a `Refusal`."""
 
 
 class FollowsRandomStates(Protocol):
@@ -100,17 +111,19 @@ class FollowsRandomStates(Protocol):
 @contextmanager
 def watching_python(
     outer: set[int], more: Starts, caching: Set[int], left_out: LeftOut, follower: FollowsRandomStates,
-    kind: type[Listener] | None = None,
+    kind: type[Listener] | None = None, variables: Variables | None = None,
 ) -> Iterator[Listener]:  # fmt: skip
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
     besides, `caching` the identities of code whose results a cache would keep; `left_out` tells what was overlooked, when the
-    function was looked at, of the code that starts. A listener of another `kind` may take refusals in another way.
+    function was looked at, of the code that starts. A listener of another `kind` may take refusals in another way. The
+    `variables` are told of loads, if there are any.
     """
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
     with telling_collections() as collecting:
         listener = (kind or Listener)(outer, more, caching, left_out, follower, collecting)
+        listener.variables = variables
         with source(listener):
             yield listener
 
@@ -140,6 +153,7 @@ class Listener:
         self.starts = start_names | more.keys()
         self.more = more
         self.outer = outer
+        self.variables: Variables | None = None
         self.backward_of_users = False  # whether autograd has called code of theirs
         self._thread = threading.get_ident()
         self._collecting = collecting
@@ -244,8 +258,9 @@ def _monitoring(listener: Listener) -> Iterator[None]:
     tool = next((i for i in _TOOLS if _monitors.get_tool(i) is None), None)
     if tool is None:
         raise Refusal("all tools of sys.monitoring are in use", "stop one of them", final=False)
-    events, disable = _monitors.events, _monitors.DISABLE
+    events, disable, variables = _monitors.events, _monitors.DISABLE, listener.variables
     heard: list[CodeType] = []
+    loads: dict[int, Mapping[int, Load]] = {}
 
     def started(code: CodeType, offset: int) -> Thing:
         if listener.is_new(code):
@@ -258,11 +273,13 @@ def _monitoring(listener: Listener) -> Iterator[None]:
         if identity(code) in _READ:
             heard.append(code)
             return _monitors.set_local_events(tool, code, events.PY_RETURN)
-        if mentions(code.co_filename, code.co_names):
+        of_variables = variables.loads(code) if variables is not None else None
+        if of_variables or mentions(code.co_filename, code.co_names):
             if not listener.concerned():
                 return None  # another thread is the first to run it, and may still run when this tool is gone
             heard.append(code)
-            _monitors.set_local_events(tool, code, events.CALL)
+            loads[identity(code)] = of_variables or {}
+            _monitors.set_local_events(tool, code, events.CALL | (events.INSTRUCTION if of_variables else 0))
         if code.co_name not in listener.starts or not refusable(code.co_filename, code.co_name, listener.more):
             return disable
         return listener.started(sys._getframe(1))
@@ -276,6 +293,13 @@ def _monitoring(listener: Listener) -> Iterator[None]:
             owner = first if kind in _OF_TYPES else function.__self__
             listener.called(function, owner, sys._getframe(1))
 
+    def loaded(code: CodeType, offset: int) -> Thing:
+        if (load := loads.get(identity(code), {}).get(offset)) is None:
+            return disable
+        if listener.concerned():
+            variables.loaded(sys._getframe(1), load)  # type: ignore[union-attr]
+        return None
+
     def returned(code: CodeType, offset: int, value: Thing) -> None:
         listener.returned(sys._getframe(1), value)
 
@@ -285,7 +309,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
         _monitors.set_events(tool, events.NO_EVENTS)
         for code in heard:
             _monitors.set_local_events(tool, code, events.NO_EVENTS)
-        for event in (events.PY_START, events.CALL, events.PY_RETURN):
+        for event in (events.PY_START, events.CALL, events.PY_RETURN, events.INSTRUCTION):
             _monitors.register_callback(tool, event, None)
         _monitors.free_tool_id(tool)
         _monitors.restart_events()  # what was switched off for single functions must not stay so for the next tool
@@ -295,6 +319,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
         _monitors.register_callback(tool, events.PY_START, started)
         _monitors.register_callback(tool, events.CALL, called)
         _monitors.register_callback(tool, events.PY_RETURN, returned)
+        _monitors.register_callback(tool, events.INSTRUCTION, loaded)
         _monitors.set_events(tool, events.PY_START)
         yield
 
@@ -361,9 +386,46 @@ def _profiling(listener: Listener) -> Iterator[None]:
         if threading.get_ident() == mine:
             sys.setprofile(before if callable(before) else None)
 
-    with ended(_paused(before)), standing(undo):
+    with ended(_paused(before)), standing(undo), _tracing(listener):
         _ours = chained if callable(before) else profile
         sys.setprofile(_ours)
+        yield
+
+
+def hears_instructions() -> bool:
+    """Whether loads of variables can be heard: not while a debugger traces, before there is `sys.monitoring`."""
+    return HEARS_ALL_THREADS or sys.gettrace() is None
+
+
+@contextmanager
+def _tracing(listener: Listener) -> Iterator[None]:
+    """Tell of the loads of variables in this thread."""
+    variables = listener.variables
+    if variables is None or not hears_instructions():
+        yield
+        return
+
+    def begun(frame: FrameType, event: str, _: object) -> Thing:
+        loads = variables.loads(frame.f_code)
+        if not loads:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+
+        def ran(frame: FrameType, event: str, _: object) -> Thing:
+            if event == "opcode" and (load := loads.get(frame.f_lasti)) is not None and listener.concerned():
+                variables.loaded(frame, load)
+            return ran
+
+        return ran
+
+    mine = threading.get_ident()
+
+    def undo() -> None:
+        if threading.get_ident() == mine:
+            sys.settrace(None)
+
+    with standing(undo):
+        sys.settrace(begun)
         yield
 
 

@@ -27,6 +27,7 @@ from ..guards.packages import Packages
 from ..guards.reachable import Reach
 from ..python.gc_control import uncollected
 from ..python.identity import identity
+from ..python.names_in_code import likeness
 from ..values.keys import NoSignature
 from ..values.object_layout import layout_of
 from ..values.pytree import Flattener, Opens
@@ -49,6 +50,7 @@ class Describer:
         self.heard: frozenset[str] = frozenset()
         """Names by which code that ran may have read what was overlooked."""
         self._met: list[weakref.ref[Thing]] = []  # functions that ran, classes and objects to which nothing leads from here
+        self._alike = set[object]()  # of what captures have heard: its names, and what is the same in all code like it
         self._naming: Naming | None = None
         self.reset()
 
@@ -119,12 +121,15 @@ class Describer:
                           this_call=True)  # fmt: skip
         return reach
 
-    def extend_reach(self, of: Overlooked) -> None:
-        """Look at what a capture has heard as well, from now on."""
+    def extend_reach(self, of: Overlooked) -> bool:
+        """Look at what a capture has heard as well, from now on. Whether nothing like it was heard before."""
+        like = {*of.names, *(likeness(x.__code__) for x in of.met if type(x) is FunctionType)}
+        new, self._alike = not like <= self._alike, self._alike | like
         self.heard |= of.names
         self._met += [weakref.ref(one) for one in of.met]
         of.__traceback__ = of.__context__ = None  # which would keep what the capture has made
         of.met = (*filter(_has_code, of.met),)  # others may be the capture's own
+        return new
 
     def read_at(self, name: str, call: Call) -> str:
         """The line that reads a variable, attribute or item of this name (``file:line``); "" for anything else."""

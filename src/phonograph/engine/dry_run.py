@@ -14,7 +14,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
 from types import CodeType
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from ..devices.cuts import Cuts
 from ..errors import NotPutBack, Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
-from ..guards.carried_state import Carried, Carries
+from ..guards.carried_state import Carried, Carries, tensors_in
 from ..guards.fed_gradients import hands_on
 from ..guards.followed_numbers import guarding
 from ..guards.hyperparameters import Dials
@@ -59,6 +58,7 @@ from .current_capture import capturing
 from .evidence import Behaviour, CodeThatRan, Evidence
 from .prepared import Prepared
 from .returned import Given, Returned
+from .touches import Touches
 
 __all__ = ["DryRun"]
 
@@ -92,8 +92,10 @@ class DryRun:
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
         self._behaviour: Behaviour | None = None
-        counts = request.backward is None and request.terms.placement.within is None
+        notes = request.terms.placement.within is None or bool(request.reach.unwatchable)  # an audit must not touch it either
+        counts = notes and request.backward is None
         self._reads = Reads(request.reach.objects) if counts else None
+        self._untouched = Touches(request.reach, self._reads, request.device.torch_device, self._refused)
 
     def capture(self, most: float) -> Evidence:
         """Capture the call. Results of at most so many bytes in all are copied out by each replay.
@@ -257,6 +259,7 @@ class DryRun:
         heard = together(watch.frames(), watch.hooks(), watch.histories.backwards(), prepared.begins, refused)
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
+        variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
@@ -267,9 +270,10 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            watching_python(self._outer, heard, reach.caching, reach.left_out, watch) as listener,
+            watching_python(self._outer, heard, reach.caching, self._untouched.left_out, watch, None, variables) as listener,
         ):
             self._listener, listener.found = listener, self._refused
+            self._untouched.heard_by(listener)
             if tracing is not None and state:
                 stands += map(tracing.parameter, state)
                 called = called.with_state(stands)
@@ -302,6 +306,7 @@ class DryRun:
         left = self._left(found, known, (result, [values for _, values in edited]), watch, listener)
         filled = self._restored(left, listener)
         if left.puts:
+            self._own_memory(left)
             self._found_once(result, left, filled)
             result, left = (result, [put.new for put in left.puts]), left.after()
         if edited:
@@ -349,12 +354,26 @@ class DryRun:
         self._stand_ins.close()
         return filled
 
+    def _own_memory(self, left: Left) -> None:
+        """Refuse a view with a history of a tensor outside that is left somewhere: a replay could give it none."""
+        outside = {storage_id(t): (name, t) for name, t in self._request.reach.tensors.values()}
+        for put in left.puts:
+            for t in tensors_in(put.new):
+                name, of = outside.get(storage_id(t), ("", t)) if has_memory(t) else ("", t)
+                if name and t is not of and t.grad_fn is not None and t._base is of:
+                    raise Refusal(f"keeps a view of {name} in {put.path}, with a history", "keep a clone of it, as in "
+                                  "weight.expand_as(x).clone()", final=False)  # fmt: skip
+
     def _found_once(self, result: object, left: Left, filled: set[int]) -> None:
         """Refuse a container that is left somewhere, and was found elsewhere as well."""
-        trees = result, *[put.new for put in left.puts]
-        once = [*map(identity, chain.from_iterable(containers(x) for x in trees))]
-        if len({*once}) < len(once) or not self._outer.isdisjoint({*once} - filled):
-            raise Refusal(f"keeps a container in {left.paths[0]} that is found elsewhere as well", "use a new one")
+        known: dict[int, str] = {}
+        for path, tree in (("the result", result), *((put.path, put.new) for put in left.puts)):
+            for key in map(identity, containers(tree)):
+                if key in known or (key in self._outer and key not in filled):
+                    path = path if tree is not result else left.paths[0]
+                    raise Refusal(f"keeps a container in {path} that is found elsewhere as well",
+                                  f"use a new one: {known[key]} has it" if key in known else "use a new one")  # fmt: skip
+                known[key] = path
 
     def _returned(self, result: object, effects: _Effects, built: list[object]) -> Returned:
         grads = self._prepared.grads

@@ -52,7 +52,8 @@ from .verify import repeats
 __all__ = ["BackwardKind", "Maker", "Stops", "loses_overlap"]
 
 _MOVES = 3  # recordings because gradients lay elsewhere, after which they are fed; some loops settle with as many
-_LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
+_LOOKS = 8  # captures of one call, each after the one before heard code run that reads more...
+_NEW = 64  # ...and which was like none before
 _DECISIVE = 8  # places where a call may read numbers by which it goes on
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
@@ -176,7 +177,8 @@ class Maker:
     ) -> Recording:
         """Capture the call, until a capture hears nothing new."""
         borrow = self._options.outputs == "borrow"
-        for _ in range(_LOOKS):
+        looks, new = 0, 0
+        while looks < _LOOKS and new < _NEW:
             tracing = Tracing(device.torch_device) if history.capture.attached else None
             terms = self._terms(call, history, tracing, replace(placement, borrow=borrow))
             self._describer.packages.before()
@@ -191,7 +193,8 @@ class Maker:
                     unplayed.push(undo.pop_all())
                     return recording
             except Overlooked as e:
-                self._describer.extend_reach(e)
+                is_new = self._describer.extend_reach(e)
+                looks, new = looks + (not is_new), new + is_new
                 reach = self._describer.reach(call)
             except Attached:
                 if history.capture.attached or borrow:

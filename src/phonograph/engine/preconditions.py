@@ -26,7 +26,6 @@ _MEMORY = frozenset({"_version", "_base", "_is_view", "storage_offset", "untyped
 
 def check(reach: Reach, call: Call, traced: bool) -> None:
     """Refuse a call for what it can reach, and for where it is called. A `traced` one has its backward outside."""
-    _objects(reach)
     _parallel_modules(reach, traced)
     _collectives(reach)
     _questions(reach, call, traced)
@@ -36,20 +35,6 @@ def check(reach: Reach, call: Call, traced: bool) -> None:
     if reach.truncated:
         raise Refusal("can reach more than can be watched", "let it refer to less, or pass what it needs as arguments")
     _gradients(reach)
-
-
-def _objects(reach: Reach) -> None:
-    """Objects that change from call to call without notice."""
-    if reach.iterators:
-        trained = "._trainer." in reach.iterators[0]
-        raise Refusal(f"uses an iterator ({reach.iterators[0]})",
-                      "a LightningModule refers to its trainer: call pg.record on the network in it" if trained else
-                      "take the next item outside and pass it as an argument; advance a progress bar outside",
-                      _read_at(reach, reach.iterators[0]))  # fmt: skip
-    if reach.arrays:
-        raise Refusal(f"uses an array ({reach.arrays[0]}), which can change without notice",
-                      "pass it as a tensor, or let nobody write it: array.setflags(write=False)",
-                      _read_at(reach, reach.arrays[0]))  # fmt: skip
 
 
 def _parallel_modules(reach: Reach, traced: bool) -> None:

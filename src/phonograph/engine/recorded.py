@@ -53,7 +53,7 @@ from .player import Player
 from .policy import Case, Step
 from .profitability import on_trial
 from .shelf import Found
-from .uncalled_modules import UncalledModule
+from .uncalled_modules import UncalledModule, never_called
 from .verify import verified
 
 __all__ = ["Recorded"]
@@ -101,7 +101,10 @@ class Recorded(Parts, Generic[P, R]):
     def of(self, module: torch.nn.Module) -> Recorded[P, R]:
         """Set the module whose calls are recorded here."""
         self._owner = weakref.ref(module)
-        self._uncalled = UncalledModule.of(self, module)
+        never = never_called(type(module))
+        self._uncalled = UncalledModule.of(self, module) if never is None else None
+        if never is not None and not switched_off():
+            self.say(never)
         return self
 
     if TYPE_CHECKING:  # (a method's own arguments are those after `self`)

@@ -19,12 +19,14 @@ import torch
 from .._torch import modules as torch_modules
 from ..errors import Refusal
 from ..options import switched_off
+from ..python.bytecode import all_within
 from ..python.origin import users_line
 from ..state.reentrancy import inside
 from .current_capture import recording_here
 
-__all__ = ["UncalledModule", "leave"]
+__all__ = ["UncalledModule", "leave", "never_called"]
 
+_GOES_ON = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
 _CALLS = 16  # of one part, in other methods
 _ELSEWHERE = 256  # of parts, by others
 _PARTS = 64
@@ -106,6 +108,23 @@ def leave(module: torch.nn.Module) -> None:
     """Calls of this module do not go through here any more."""
     if isinstance(torch_modules.goes_through(module), _Part):
         del module.__dict__[torch_modules.CALLED_THROUGH]
+
+
+def never_called(kind: type[torch.nn.Module]) -> Refusal | None:
+    """What is to be said of modules whose class has a `__call__` of its own that does not go on to torch's, as gpytorch's have:
+    their calls do not come through anything that could be recorded."""
+    calls = [vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)]
+    if not any(map(_ends_calls, calls[: calls.index(torch.nn.Module.__call__)])):
+        return None
+    return Refusal(f"is never called, but {kind.__call__.__qualname__} is",
+                   "only calls that go on to torch.nn.Module.__call__ are recorded: record what this one calls, as in "
+                   "model.forward = pg.record(model.forward)")  # fmt: skip
+
+
+def _ends_calls(call: object) -> bool:
+    """Whether a `__call__` cannot go on to that of another class, going by the names in it."""
+    code = getattr(inspect.unwrap(call) if callable(call) else call, "__code__", None)
+    return code is not None and all(_GOES_ON.isdisjoint(inner.co_names) for inner in all_within(code))
 
 
 def _has_others(kind: type) -> bool:

@@ -15,7 +15,7 @@ import sys
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
@@ -46,9 +46,11 @@ from ..values.tensor_subclasses import consists_of_parts, parts
 from . import fsdp_state as shards
 from .attribute_effects import Left
 from .attribute_epochs import Room, room_of
+from .unwatchable import ARRAY, CROWD, FILE, ITERATOR, Unwatchable
 
-__all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "UNNAMED", "Enter", "Objects", "has_more"]
+__all__ = ["BUFFERS", "BUILTINS", "FEW", "LARGE", "LEAVES", "LIMIT", "UNNAMED", "Enter", "Objects", "has_more"]
 
+LIMIT = 50_000  # places; a function that reaches more is not recorded
 FEW = 64  # so many parameters are all looked at before each replay
 _BUFFER = 4096  # bytes of a buffer that are compared before each replay; larger ones are refused
 LARGE = 64 << 20  # bytes of an array that is compared before each replay; larger ones are refused
@@ -110,8 +112,7 @@ class Objects:
         self.generators: list[torch.Generator] = []
         self.streams: list[torch.Stream] = []
         self.host_rngs: list[Thing] = []
-        self.iterators: list[str] = []
-        self.arrays: list[str] = []
+        self.unwatchable: list[Unwatchable] = []
         self.works: list[str] = []  # collectives that are under way, or were
         self.sharded = False  # it has met what `fully_shard` keeps
         self.gathered: list[tuple[str, torch.Tensor]] = []  # its tensors that have memory only for a time
@@ -143,6 +144,11 @@ class Objects:
         self._attributed: list[tuple[str, torch.Tensor]] = []  # those to which the user gave attributes
 
     @property
+    def iterators(self) -> list[str]:
+        """The names of iterators and files."""
+        return [one.path for one in self.unwatchable if one.kind in (ITERATOR, FILE)]
+
+    @property
     def objects(self) -> list[object]:
         """Those that have attributes which code may read."""
         return [*self._objects, *self.modules]
@@ -160,8 +166,19 @@ class Objects:
 
     # -- containers
 
+    def _is_crowd(self, path: str, thing: object, values: Collection[object]) -> bool:
+        """Whether something holds more than can be walked through at all."""
+        if len(values) <= LIMIT:
+            return False
+        crowd = sum(not (kind in LEAVES or issubclass(kind, torch.Tensor)) for kind in map(type, [*values])) > LIMIT
+        if crowd:
+            self.unwatchable.append(Unwatchable(path, thing, CROWD))
+        return crowd
+
     def _dict(self, path: str, d: Table, *, watched: bool = False) -> None:
         put = self._put.get(identity(d))
+        if self._is_crowd(path, d, dict.values(d)):
+            return
         if not (put or watched) and self._keys_read(d) is not None:
             self._tables.append((path, d, set()))
             return
@@ -213,13 +230,15 @@ class Objects:
             self._items(path, d)
 
     def _list(self, path: str, values: list[object] | deque[object]) -> None:
-        if identity(values) in self._put:
+        if identity(values) in self._put or self._is_crowd(path, values, values):
             return
         place = containers.ordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
 
     def _set(self, path: str, values: set[object]) -> None:
+        if self._is_crowd(path, values, values):
+            return
         place = containers.unordered(path, values)
         self._hold(place)
         self._fixed(path, place.read())
@@ -227,7 +246,8 @@ class Objects:
             self.mentions.asks_identity = self.mentions.keyed_by_identity = True
 
     def _tuple(self, path: str, values: Thing) -> None:
-        self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
+        if not self._is_crowd(path, values, values):
+            self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
 
     def _view(self, path: str, view: MappingProxyType[object, object]) -> None:
         self._hold(kept(path, lambda: (*view, *view.values())))
@@ -241,12 +261,12 @@ class Objects:
             self._fixed(path, items.read())
             return
         if array.dtype.hasobject or type(array).__name__ not in _PLAIN_ARRAYS:
-            self.arrays.append(path)
+            self.unwatchable.append(Unwatchable(path, array, ARRAY))
             return
         if _is_frozen(array):
             self._hold(memory_contents.frozen_array(path, array))
         elif array.nbytes > LARGE:
-            self.arrays.append(path)
+            self.unwatchable.append(Unwatchable(path, array, ARRAY))
             return
         else:
             self._hold(memory_contents.array_of_numpys(path, array))
@@ -258,7 +278,7 @@ class Objects:
 
     def _buffer(self, path: str, thing: Thing) -> None:
         if memoryview(thing).nbytes > _BUFFER or not memoryview(thing).c_contiguous:
-            self.arrays.append(path)
+            self.unwatchable.append(Unwatchable(path, thing, ARRAY))
         else:
             self._hold(memory_contents.buffer(path, thing))
 
@@ -470,7 +490,7 @@ class Objects:
         if type(it) in _COUNTED and _used_up(it):
             self._hold(kept(path, lambda: (operator.length_hint(it),)))
         else:
-            self.iterators.append(path)
+            self.unwatchable.append(Unwatchable.iterating(path, it))
 
     # -- torch's objects
 

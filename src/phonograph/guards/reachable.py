@@ -57,7 +57,7 @@ from ..python import containers, object_attributes
 from ..python.bytecode import Used, names_in, words_of
 from ..python.dict_versions import of_class
 from ..python.executed_code import Ran, is_resumed
-from ..python.holders import Holder, kept
+from ..python.holders import Holder, Spot, kept
 from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
@@ -67,11 +67,11 @@ from ..python.subscripts import TABLES, keys_of_variables
 from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
-from .objects import BUFFERS, BUILTINS, LEAVES, UNNAMED, Enter, Objects, has_more
+from .objects import BUFFERS, BUILTINS, LEAVES, LIMIT, UNNAMED, Enter, Objects, has_more
+from .unwatchable import Found
 
 __all__ = ["Reach"]
 
-_LIMIT = 50_000  # places; a function that reaches more is not recorded
 _SAMPLES: list[object] = [iter(()), iter([]), iter({}), iter(set()), iter(range(0)), iter({}.items()), iter({}.values())]
 _ITERATORS = (GeneratorType, CoroutineType, AsyncGeneratorType, *map(type, _SAMPLES), zip, map, filter, enumerate)
 _MEMBERS = (staticmethod, classmethod, property)
@@ -106,6 +106,7 @@ class Reach(Objects):
         self._variables: set[int] = set()  # the identities of cells, of which each is one place in however many closures
         self._classes: set[int] = set()
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
+        self._given: dict[type, list[tuple[str, FunctionType]]] = {}  # and functions of the user's in these
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
         self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._class_places: list[tuple[str, type]] = []
@@ -181,7 +182,8 @@ class Reach(Objects):
         tables = any(h.contents is not None and type(h.contents.now()) in TABLES for h in self.holders)
         noted = ran.reads is not None and any(map(ran.reads.knows, {*map(type, self._objects)}))
         states = self.optimizers and not ran.names("state", of_module=True)
-        narrows = self._selected or noted or tables or any(map(has_more, self.modules)) or any(self._kinds.values()) or states
+        some = self._selected or self.unwatchable or noted or tables
+        narrows = some or any(map(has_more, self.modules)) or any(self._kinds.values()) or states
         if not (left.paths or arguments or narrows):
             return self  # nothing is in reach of which it would leave out anything
         part = Reach(self._roots, self._heard, ran, left._replace(puts=(*left.puts, *arguments)))
@@ -198,12 +200,12 @@ class Reach(Objects):
         before = (-1, -1)
         # What is named may turn up later than what has the name.
         while (self._work or self._called_groups or before != (len(self._seen), len(self.mentions.names))) and (
-            len(self.holders) < _LIMIT
+            len(self.holders) < LIMIT
         ):
             before = (len(self._seen), len(self.mentions.names))
             self._work.extend(entry for entry in self._called_groups if identity(entry[1]) not in self._seen)
             self._called_groups.clear()
-            while self._work and len(self.holders) < _LIMIT:
+            while self._work and len(self.holders) < LIMIT:
                 self._visit(*self._work.popleft())
             if self.mentions.gets_modules and not self._looked_far:
                 self._looked_far, near = True, set(self._python_modules)
@@ -212,6 +214,7 @@ class Reach(Objects):
                 self._far = self._python_modules.keys() - near
             for kind, bases in list(self._kinds.items()):
                 self._enter_methods(kind, bases)
+                self._enter_given_methods(kind)
             modules = [module for module, _ in self._python_modules.values()]
             by_self = self._self_around and any(type(module) is not ModuleType for module in modules)
             flow = self._modules_flow or self.mentions.gets_modules
@@ -273,6 +276,20 @@ class Reach(Objects):
     def all_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Those that have memory, and those that consist of such, with their names."""
         return [*self.tensors.values(), *self.made.values()]
+
+    @property
+    def found(self) -> Found:
+        """By which ways code gets at what the walk has met."""
+        hooks = *torch_modules.module_hooks(), *torch_modules.optimizer_hooks()
+        return Found(
+            self.unwatchable,
+            self.met,
+            roots=[*(thing for _, thing in self._roots), *hooks],
+            classes=[kind for _, kind in self._class_places],
+            spaces=[space for space, _ in self._spaces.values()],
+            modules=[own_dict(module) or {} for module, _ in self._python_modules.values()],
+            modules_flow=self._modules_flow or self.mentions.gets_modules,
+        )
 
     @property
     def looks_at_gradients(self) -> bool:
@@ -405,8 +422,10 @@ class Reach(Objects):
         if f.__closure__:
             place = object_attributes.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
             if not unbound:
-                self._hold(place)
+                self._hold(self._without_untouched(place))
             for name, cell, value in zip(f.__code__.co_freevars, f.__closure__, place.read(), strict=True):
+                if self._is_untouched(value):
+                    continue
                 self._variable_read(f, name, value)
                 if name == "__class__" and isinstance(value, type):
                     self._class_of(value)  # `super()`, which makes no object of it
@@ -447,10 +466,12 @@ class Reach(Objects):
         new = (((used.variables | used.asked) & g.keys()) | absent) - held
         if new and not unbound:
             held |= new
-            self._hold(object_attributes.space("globals", g, sorted(new)))
+            self._hold(self._without_untouched(object_attributes.space("globals", g, sorted(new))))
         for n in used.variables & g.keys():
             self._variable_read(f, n, g[n])
         for n in sorted(new & g.keys()):
+            if self._is_untouched(g[n]):
+                continue
             self._variable_of(n, g[n], used.bare)
             if type(g[n]) is str and "format" in named:
                 self.mentions.add_words(words_of(g[n]) if "{" in g[n] else set())
@@ -462,6 +483,18 @@ class Reach(Objects):
         function: Thing = f  # not every version of the types knows that it has builtins
         if function.__builtins__ is not BUILTINS:  # `exec` was given others
             self._work.append(("builtins", function.__builtins__))
+
+    def _is_untouched(self, value: object) -> bool:
+        """Whether a call that has ended has not loaded a variable that holds this, or has only compared it with None."""
+        return self._ran is not None and self._ran.untouched(value)
+
+    def _without_untouched(self, place: Holder) -> Holder:
+        """A place of variables, of which for those with an untouched value only its kind counts."""
+        if not any(map(self._is_untouched, place.read())):
+            return place
+        read, untouched = place.read, [*map(self._is_untouched, place.read())]
+        kinds = kept(place.path, lambda: tuple([type(x) if left else x for x, left in zip(read(), untouched, strict=True)]))
+        return kinds._replace(named=place.named, inside=place.inside)
 
     def _variable_read(self, f: FunctionType, name: str, value: object) -> None:
         """A function has a variable of this name, with this value, some of which it may have read."""
@@ -588,6 +621,8 @@ class Reach(Objects):
         if kind not in self._kinds:
             self.foreign |= dict.fromkeys(base for base in kind.__mro__ if packages.is_anothers(base))
             self._kinds[kind] = [base for k in (kind, type(kind)) for base in k.__mro__ if is_users_class(base)]
+            others = [f for base in kind.__mro__ if base not in self._kinds[kind] for f in vars(base).items()]
+            self._given[kind] = [(n, f) for n, f in others if type(f) is FunctionType and is_users(f.__code__.co_filename)]
 
     def _making(self, kind: type) -> None:
         """Objects of this class may be made, so that its constructors run."""
@@ -625,6 +660,14 @@ class Reach(Objects):
                 if is_called and isinstance(member, classmethod):
                     self._making(kind)
 
+    def _enter_given_methods(self, kind: type) -> None:
+        """Functions of the user's in classes of others: those that somebody has put there, or torch.fx generated."""
+        for name, f in self._given.get(kind, ()):
+            if name in self.mentions.names or name in UNNAMED or name in self._known.get(kind, ()):
+                if self._ran is not None and not self._ran.has(f.__code__):
+                    self._unbound.add(identity(f))
+                self._visit(f"{kind.__qualname__}.{name}", f)
+
     def _runs_alike(self, f: object) -> bool:
         """Whether a function could run without being missed: it has the code of another, as all have that a decorator made."""
         return isinstance(f, FunctionType) and self.mentions.knows_alike(f.__code__)
@@ -658,7 +701,13 @@ class Reach(Objects):
             for name in space.keys() - before.keys() - _KEPT_BY_PYTHON:
                 delattr(kind, name)
 
-        self._hold(Holder(path, read, restore, named=containers.keyed, inside=lambda: (of_class(kind),)))
+        def spot(name: str) -> Spot:
+            return Spot(
+                (identity(kind), name), lambda: space.get(name, MISSING), lambda value: type.__setattr__(kind, name, value)
+            )
+
+        own, inside = containers.by_key(spot), lambda: (of_class(kind),)
+        self._hold(Holder(path, read, restore, named=containers.keyed, spot=own, inside=inside))
 
     def _is_unread(self, name: str, value: object) -> bool:
         """Whether nothing that ran can have read this attribute of a class."""

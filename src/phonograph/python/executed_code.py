@@ -19,19 +19,20 @@ from types import CodeType
 from typing import NamedTuple
 
 from .bytecode import all_within, items_set, looks_around, matches, names_in, slight_use_in, used_in_full
+from .identity import identity
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_torchs, is_users, origin
 from .read_gate import Reads
 
-__all__ = ["Ran", "is_resumed"]
+__all__ = ["REFLECTS", "Ran", "is_resumed"]
 
 _NONE = frozenset[str]()
 _FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})  # by which a text may read attributes
 # Where all attributes of an object are read, or all its fields.
 _GOES_THROUGH = tuple(m.__file__ for m in (argparse, copy, copyreg, dataclasses, pickle))
 # By which code may read what a function is bound to, though it does not run.
-_REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
+REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
                        "get_objects", "get_referents", "get_referrers"})  # fmt: skip
 _WRITES = frozenset({"__setattr__", "__delattr__"})  # by which code may write attributes past the gate where that is noted
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -69,12 +70,16 @@ class Ran:
         around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
         self.looks_around = around or any(map(_goes_through_objects, others))
         """Whether it may read attributes that it does not name."""
-        self.reflects = not by_users.isdisjoint(_REFLECTS)
+        self.reflects = not by_users.isdisjoint(REFLECTS)
         self.matches = any(map(matches, others))
         self.asks_identity = any(map(asks_identity, users))
         """Whether it may ask which object it has."""
         self.packages_look_around = any(map(_looks_around_in_a_package, others))
         """Whether code of a package may read attributes that it does not name, of whatever it works with."""
+
+    def untouched(self, value: object) -> bool:
+        """Whether it has not come to this, which it was not allowed to touch."""
+        return self.reads is not None and identity(value) in self.reads.untouched
 
     def has(self, code: CodeType) -> bool:
         """Whether it is, or may be, among it: from Python 3.12 on only the start of a generator is heard."""

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +33,7 @@ from .origin import is_torchs
 from .standing import ended, fresh_in_children, standing
 from .subscripts import TABLES, keys_after
 
-__all__ = ["Reads", "behind_gate", "may_be_gated"]
+__all__ = ["Reads", "Touching", "behind_gate", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
@@ -65,6 +66,19 @@ def may_be_gated(kind: Thing) -> bool:
     return kind.__module__.partition(".")[0] not in ("torch", "phonograph") and gated.get(kind, 0) < _MOST
 
 
+class Touching(Protocol):
+    """Is told of reads before whoever reads has anything of them. May raise."""
+
+    def read(self, value: object, frame: FrameType, name: str) -> None:
+        """An attribute of this name gave this value."""
+
+    def read_all(self, thing: object, frame: FrameType) -> None:
+        """All attributes of an object were asked for."""
+
+    def unheard(self) -> None:
+        """From now on it is not told of any."""
+
+
 class Reads:
     """What is read of these objects, which the caller keeps alive."""
 
@@ -74,6 +88,9 @@ class Reads:
         self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
         # By the identities of dictionaries, where attributes with them were read: the code, at which instruction, by what name.
         self._read_at: dict[int, dict[tuple[int, int, str], tuple[CodeType, type]]] = defaultdict(dict)
+        self.touching: Touching | None = None
+        self.untouched = frozenset[int]()
+        """The identities of what a call that has come to its end has not touched."""
         self.certain = True
         """Whether nothing has been read past the gate."""
 
@@ -102,6 +119,8 @@ class Reads:
         kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # which they have it from
         if not _noting.acquire(blocking=False):  # another thread captures
             self.certain = False
+            if self.touching is not None:
+                self.touching.unheard()
             yield
             return
         locks = [_noting]
@@ -128,9 +147,12 @@ class Reads:
         def compiles() -> None:
             self.certain = False
             end()
+            if self.touching is not None:
+                self.touching.unheard()
 
         def undo() -> None:
             end()
+            self.touching = None
             while locks:
                 locks.pop().release()
 
@@ -144,6 +166,7 @@ class Reads:
 
     def _gate(self) -> Thing:
         found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__
+        touching = self.touching
 
         def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
             names = found.get(identity(thing))
@@ -151,8 +174,13 @@ class Reads:
                 return get(thing, name)
             if name not in names:
                 by_torch = name == "__dict__" and issubclass(type(thing), module)
-                names |= _looked_up(sys._getframe(1)) if by_torch else {name}
+                read = _looked_up(sys._getframe(1)) if by_torch else {name}
+                if touching is not None and not _ALL.isdisjoint(read):
+                    touching.read_all(thing, sys._getframe(1))
+                names |= read
             value = get(thing, name)
+            if touching is not None:
+                touching.read(value, sys._getframe(1), name)
             if type(value) in TABLES and name not in _NO_TABLES:
                 frame = sys._getframe(1)
                 at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code, type(value)

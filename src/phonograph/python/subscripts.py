@@ -14,7 +14,7 @@ from .._torch.dynamic import Thing
 from .bytecode import all_within
 from .code_cache import of_code
 
-__all__ = ["TABLES", "keys_after", "keys_of_variables"]
+__all__ = ["ALL_VARIABLES", "TABLES", "keys_after", "keys_of_variables"]
 
 TABLES = (dict, OrderedDict, defaultdict, SimpleNamespace)
 
@@ -25,7 +25,7 @@ _OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
 _CALLS = frozenset({"CALL", "CALL_METHOD"})
 _CLOSURES = frozenset({"LOAD_CLOSURE", "MAKE_CELL", "COPY_FREE_VARS"})  # which hand a variable on to a function within
 
-_ALL_VARIABLES = frozenset({"locals", "vars", "eval", "exec"})  # by which code gets at its variables without naming them
+ALL_VARIABLES = frozenset({"locals", "vars", "eval", "exec"})  # by which code gets at its variables without naming them
 
 
 _Keys = Mapping[tuple[int, str], object]
@@ -113,7 +113,7 @@ def _of_variables(code: CodeType, kind: type) -> _OfVariables:
     for inner in all_within(code):
         keys = keys_after(inner, kind)
         names = {*inner.co_names, *inner.co_freevars, *inner.co_cellvars}
-        if not _ALL_VARIABLES.isdisjoint(inner.co_names):
+        if not ALL_VARIABLES.isdisjoint(inner.co_names):
             found |= dict.fromkeys((*inner.co_freevars, *inner.co_cellvars))
         for i in dis.get_instructions(inner):
             if type(i.argval) is not str or i.argval not in names or i.opname in _CLOSURES or "ATTR" in i.opname:

@@ -12,7 +12,7 @@ from torch import nn
 import phonograph as pg
 from phonograph.testing import assert_same
 from tests.contract.shared.following import CALLS, NOT_FOLLOWED, assert_followed
-from tests.helpers import may_run_live
+from tests.helpers import may_run_live, ramp
 
 
 def alongside(device, make, numbers, calls=CALLS):
@@ -383,3 +383,72 @@ def test_c09_a_function_that_imports_from_math(device):
     alongside(device, make, lambda s, n: setattr(s, "t", 0.25 + n / 64), 12)
     assert math.cos.__module__ == "math"
     assert type(math.cos) is type(len)
+
+
+# -- attributes of classes
+
+
+def settings():
+    class Settings:
+        rate, steps, mode, on = 0.5, 0, "first", False
+
+        def by_the_class(self, x):
+            return x * Settings.rate
+
+        def by_an_object(self, x):
+            return x * self.rate
+
+        def by_a_branch(self, x):
+            return x * Settings.rate if Settings.rate < 0.56 else x * 2
+
+        def decayed(self, x):
+            Settings.rate = Settings.rate * 0.75
+            return x * Settings.rate
+
+        def on_the_object(self, x):
+            self.rate += 0.25
+            return x * self.rate
+
+        def every_fifth(self, x):
+            Settings.steps += 1
+            return x * 2 if Settings.steps % 5 == 0 else x * 3
+
+        def in_turn(self, x):
+            Settings.on = not Settings.on
+            return x * (2 if Settings.on else 3)
+
+    return Settings
+
+
+def values_of(program):
+    names = ("rate", "steps", "mode", "on")
+    return [{n: v for n, v in vars(x).items() if n in names} for x in (program, *type(program).__mro__[:-1])]
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["", "derived"])
+@pytest.mark.parametrize("read", ["by_the_class", "by_an_object", "by_a_branch"])
+def test_c09_a_float_of_a_class_that_changes_from_call_to_call_is_followed(device, read, derived):
+    kind = settings()
+    program = (type("Derived", (kind,), {}) if derived else kind)()
+    f = pg.record(getattr(program, read), warmup=1, keep="always")
+    for n in range(24):
+        kind.rate = 0.5 + n / 128
+        assert_same(f(ramp(device, 3)), getattr(program, read)(ramp(device, 3)))
+    assert pg.stats(f).recorded <= 3, pg.explain(f)
+    assert pg.stats(f).replayed >= 20
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["", "derived"])
+@pytest.mark.parametrize("step", ["decayed", "on_the_object", "every_fifth", "in_turn"])
+def test_c09_what_a_call_sets_on_its_class(device, step, derived):
+    """A replay leaves there what the call would; what somebody sets between is what the next one begins with."""
+    kinds = settings(), settings()
+    ours, live = ((type("Derived", (kind,), {}) if derived else kind)() for kind in kinds)
+    f = pg.record(getattr(ours, step), warmup=1, keep="always")
+    for n in range(14):
+        if n == 9:
+            for kind in kinds:
+                kind.rate, kind.steps = 4.0, 100
+        assert_same(f(ramp(device, 3, start=n)), getattr(live, step)(ramp(device, 3, start=n)))
+        assert values_of(ours) == values_of(live)
+    assert pg.stats(f).replayed >= 9, pg.explain(f)

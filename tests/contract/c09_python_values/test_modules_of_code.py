@@ -5,11 +5,13 @@ import importlib.util
 import sys
 
 import pytest
+import torch
+import torch.fx
 
 import phonograph as pg
 from phonograph.testing import assert_same
 from tests.contract.shared.noticing import globals_as_before  # noqa: F401
-from tests.helpers import counts, ramp
+from tests.helpers import counts, ramp, reasons
 
 SOURCE = """
 import torch
@@ -93,3 +95,57 @@ def test_c09_a_global_of_a_module_that_no_table_of_modules_has(device, tmp_path,
     for scale in [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]:
         module.scale = scale
         assert_same(f(ramp(device, 4)), ramp(device, 4) * scale)
+
+
+class Generated(torch.nn.Module):
+    """Its part's `forward` is written by torch.fx, as MACE and e3nn have it: a class of its own for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+        self.part = torch.fx.symbolic_trace(lambda x, w: torch.einsum("ab,bc->ac", x, w).tanh())
+
+    def forward(self, x):
+        return self.part(x, self.weight)
+
+
+def test_c09_many_modules_that_torch_fx_wrote(device):
+    net = torch.nn.Sequential(*(Generated() for _ in range(12))).to(device)
+    net.requires_grad_(False)
+    f = pg.record(lambda x: net(x), warmup=1)
+    for n in range(5):
+        assert_same(f(ramp(device, 3, 4, start=n)), net(ramp(device, 3, 4, start=n)))
+    assert counts(f) == (1, 1, 4), reasons(f)
+
+
+def test_c09_what_modules_that_torch_fx_wrote_read_is_noticed(device):
+    traced = torch.fx.symbolic_trace(Generated()).to(device).requires_grad_(False)
+    f = pg.record(lambda x: traced(x), warmup=1)
+    for _ in range(3):
+        assert_same(f(ramp(device, 3, 4)), traced(ramp(device, 3, 4)))
+    traced.graph = torch.fx.symbolic_trace(lambda x: x * 3).graph
+    traced.recompile()
+    for _ in range(3):
+        assert_same(f(ramp(device, 3, 4)), ramp(device, 3, 4) * 3)
+
+
+def test_c11_functions_that_no_look_finds_beforehand_are_found_one_after_the_other(device):
+    """Each look finds one: that is no reason to give up."""
+    library, parts = torch.library.Library("written_for_a_test", "FRAGMENT"), 12
+    for n in range(parts):
+        space = {}
+        exec(compile(f"def part(x):\n    return x + {n}\n", f"/written/for/a/test/{n}.py", "exec"), space)
+        library.define(f"part{n}(Tensor x) -> Tensor")
+        library.impl(f"part{n}", space["part"], "CompositeImplicitAutograd")
+    called = [getattr(torch.ops.written_for_a_test, f"part{n}") for n in range(parts)]
+
+    def all_of_them(x):
+        for part in called:
+            x = part(x)
+        return x
+
+    f = pg.record(all_of_them, warmup=1)
+    for n in range(4):
+        assert_same(f(ramp(device, 3, start=n)), ramp(device, 3, start=n) + sum(range(parts)))
+    assert counts(f) == (1, 1, 3), reasons(f)
+    library._destroy()

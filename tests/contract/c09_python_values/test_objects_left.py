@@ -270,3 +270,51 @@ def test_c03_what_is_done_to_the_object_of_the_call_before(device, does):
         assert list(vars(mine)) == list(vars(theirs))
         assert_same(vars(mine), vars(theirs))
     assert pg.stats(recorded).replayed >= 7, pg.explain(recorded)
+
+
+class Policy(nn.Module):
+    """As of rsl_rl: it keeps its distribution, whose scale is a parameter."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.layer, self.std, self.scale, self.kept = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), scale, None
+
+    def forward(self, x):
+        mean = self.layer(x)
+        self.kept = Normal(mean, self.scale(self.std, mean))
+        return self.kept.log_prob(torch.ones_like(mean)).sum()
+
+
+def stepping(policy):
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-4)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = policy(x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+@pytest.mark.parametrize("whole", [True, False], ids=["a step", "a model"])
+@pytest.mark.parametrize("scale", [lambda std, _: std, lambda std, mean: std.expand_as(mean)], ids=["itself", "expanded"])
+def test_c11_a_kept_view_of_a_parameter_is_named_and_a_clone_of_it_recorded(device, scale, whole):
+    made = []
+    for scaled in (scale, lambda std, mean: std.expand_as(mean).clone()):
+        torch.manual_seed(0)
+        ours, live = Policy(scaled).to(device), Policy(scaled).to(device)
+        live.load_state_dict(ours.state_dict())
+        recorded, eager = (stepping(p) if whole else p.forward for p in (ours, live))
+        made.append(pg.record(recorded, keep="always"))
+        for n in range(8):
+            x = torch.full((4, 3), n / 8, device=device)
+            assert_same(made[-1](x), eager(x))
+            assert_same(ours.kept.scale, live.kept.scale)
+    refused, cloned = made
+    assert pg.stats(refused).recorded == 0
+    assert "keeps a view of" in pg.explain(refused)
+    assert "kept" in pg.explain(refused)
+    assert pg.stats(cloned).replayed >= 5, pg.explain(cloned)

@@ -1164,6 +1164,18 @@ def an_iterator(device):
         call(ramp(device, 4))
 
 
+@way("open file (log)", remedy="outside")
+def a_file(device):
+    log = io.StringIO()
+
+    def f(x):
+        log.write("a step")  # here
+        return x * 2
+
+    for call in recorded(f):
+        call(ramp(device, 4))
+
+
 @way("ASGD", "step count", remedy="capturable=True")
 def an_optimizer_that_looks(device):
     net = nn.Linear(4, 1, device=device)

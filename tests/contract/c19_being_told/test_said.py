@@ -222,6 +222,59 @@ def test_c05_a_caller_lets_go_of_its_variables(device):
         assert step(2)
 
 
+class Base(torch.nn.Module):
+    def __call__(self, *args):
+        return self.forward(*args)
+
+
+class Process(Base):
+    """As gpytorch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Checked(Process):
+    def __call__(self, *args):
+        assert args
+        return super().__call__(*args)
+
+
+@pytest.mark.parametrize("kind", [Process, Checked])
+def test_c19_a_class_with_a_call_of_its_own(device, kind):
+    model = kind().to(device)
+    (message,) = said(lambda: pg.record(model))
+    assert f"is never called, but {kind.__call__.__qualname__} is" in message
+    assert "PG1408" in message
+    assert kind.__call__.__qualname__ in reasons(model)
+    x = ramp(device, 3, 4)
+    assert said(lambda: [model(x) for _ in range(40)]) == []
+    pg.reset(model)
+    model.forward = pg.record(model.forward, warmup=1)  # as it says
+    with torch.no_grad():
+        for n in range(4):
+            x = ramp(device, 3, 4, start=n)
+            assert_same(model(x), model.layer(x))
+    assert pg.stats(model.forward).replayed == 3
+
+
+def test_c19_a_call_of_ones_own_that_goes_on_to_torchs(device):
+    class Counting(torch.nn.Linear):
+        def __call__(self, *args):
+            return super().__call__(*args)
+
+    model = Counting(4, 4).to(device)
+    assert said(lambda: pg.record(model, warmup=1)) == []
+    with torch.no_grad():
+        for n in range(4):
+            model(ramp(device, 3, 4, start=n))
+    assert pg.stats(model).replayed == 3
+
+
 def test_c19_a_module_whose_forward_is_called_past_it(device):
     agent = pg.record(Agent().to(device))
     x = ramp(device, 2, 4)
