@@ -183,7 +183,7 @@ def test_c18_changes_are_forgotten_while_a_refusal_stands():
     f.calls(2)
     f.calls(2 * CHANGES, broken="model.scale")
     f.shelf.clear()
-    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls, given: change[0]))
     assert f.calls(CHANGES * FORGIVEN) == "-" * CHANGES * FORGIVEN
     change[0] = "model.training"
     assert f.calls(3) == "LRP"
@@ -237,7 +237,7 @@ def test_c11_what_has_not_run_yet_is_tried_after_more_and_more_calls():
 def test_c11_a_refusal_stands_while_its_grounds_hold():
     f, change = Function(), [None]
     f.calls(1)
-    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls, given: change[0]))
     assert f.calls(5) == "-----"
     change[0] = "model.training"
     assert f.calls(3) == "LRP"  # as what has changed since a recording

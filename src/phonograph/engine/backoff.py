@@ -7,7 +7,7 @@ some calls, twice as many each time. What is counted here is counted for each si
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -198,16 +198,17 @@ class Backoff:
         history.wait.turns += 1
         return refusal
 
-    def refused(self, history: History) -> Refusal | None:
-        """Why a call of this signature runs live, if it does. Perhaps the next few are not looked at."""
+    def refused(self, history: History, given: Sequence[object] = ()) -> Refusal | None:
+        """Why a call of this signature, and with these followed numbers, runs live, if it does. Perhaps the next few are not
+        looked at."""
         rest, me = self.rest, identity(history)
         calls = rest.looked()
         self.novelty.passed(calls - 1)
-        refusal = self.still(history, calls, alone=rest.of == me)
+        refusal = self.still(history, calls, given, alone=rest.of == me)
         rest.of = me
         return self.expected(refusal)
 
-    def still(self, history: History, calls: int = 1, *, alone: bool = True) -> Refusal | None:
+    def still(self, history: History, calls: int = 1, given: Sequence[object] = (), *, alone: bool = True) -> Refusal | None:
         """Likewise. Each call that asks counts as one that does, or as so many; `alone`: of this signature, as far as is
         known."""
         wait, refused = history.wait, history.refused
@@ -220,7 +221,7 @@ class Backoff:
                     history.changes.count = CHANGES - 1
         if not refused.standing:
             return refused.refusal
-        refusal, change = refused.found(calls)
+        refusal, change = refused.found(calls, given)
         if refusal is not None:
             refused.calls += calls
             refused.over, history.attempts.tried = None, False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ class Arrivals:
     warm_ups: int = 0
     live_since: set[bool] = field(default_factory=set)
     """A live call was made since gradients (True), or anything else (False), were replaced."""
+    moved: int = 0
+    """`gradients_moved` when gradients were last found elsewhere, or it came first."""
 
 
 @dataclass(slots=True)
@@ -133,11 +135,12 @@ class Refused:
 
         return over
 
-    def found(self, calls: int) -> tuple[Refusal | None, str | None]:
-        """A refusal that still stands, or what has changed of which the last one says that it does not."""
+    def found(self, calls: int, given: Sequence[object]) -> tuple[Refusal | None, str | None]:
+        """A refusal that still stands for a call that is `given` these numbers, or what has changed of which the last one says
+        that it does not."""
         change = None
         for refusal, grounds in self.standing:
-            now = grounds.changed(calls)
+            now = grounds.changed(calls, given)
             if now is None:
                 return refusal, None
             change = change or now

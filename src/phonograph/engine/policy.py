@@ -30,7 +30,7 @@ from ..statistics import Counters
 from .backoff import Backoff, Described
 from .history import History
 from .player import GRAD, uses
-from .profitability import gradients_move
+from .profitability import gradients_moved
 from .shelf import Shelf
 
 __all__ = ["RULES", "Case", "Policy", "Step"]
@@ -124,7 +124,11 @@ class Policy:
         return case.broken == BEGINS_ANEW
 
     def _gradients_move(self, case: Case) -> bool:
-        return case.broken == GRAD and gradients_move()
+        """Whether a trial has moved gradients since they were last found elsewhere: they will be where they were."""
+        if case.broken != GRAD:
+            return False
+        before, case.history.arrivals.moved = case.history.arrivals.moved, gradients_moved()
+        return before != case.history.arrivals.moved
 
     def _is_cold(self, case: Case) -> bool:
         return case.history.arrivals.warm_ups < self._options.warmup
@@ -145,7 +149,7 @@ class Policy:
             self._backoff.novelty.repeats()
         if arrivals.first is not None:
             return None
-        arrivals.first = next(uses)
+        arrivals.first, arrivals.moved = next(uses), gradients_moved()
         if not self._watches_sizes or self._options.fallback == "error":
             return None
         refusal = self._growth.of(case.call, self._counters.calls, self._described.named())

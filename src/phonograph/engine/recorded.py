@@ -255,7 +255,7 @@ class Recorded(Parts, Generic[P, R]):
 
     def _raise_refused(self, call: Call, history: History) -> None:
         """Raise the refusal of this signature, if its grounds still hold."""
-        refusal = self._backoff.refused(history)
+        refusal = self._backoff.refused(history, [call.leaves[at] for at in call.numbers])
         if refusal is not None:
             self._trials.note_grounds(call)
             if history.refused.unsettled is None and not self._shelf.of(call.key) and self.options.fallback != "error":

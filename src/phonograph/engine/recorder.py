@@ -25,7 +25,7 @@ from ..capture.recording import Recording
 from ..devices.base import Device
 from ..errors import Again, Attached, Decides, Elsewhere, Refusal
 from ..guards.followed_numbers import Fixed, Unfollowed
-from ..guards.hyperparameters import probing
+from ..guards.hyperparameters import Dials, probing
 from ..guards.reachable import Reach
 from ..state.capturable import fit_to_step
 from ..values.wording import defined_at, locating
@@ -87,17 +87,22 @@ class Capture:
     evidence: Evidence
     verdict: Verdict
     settlement: Settlement
+    dials: Dials | None = None
 
     def __init__(self, request: Request) -> None:
         self.request = request
 
     def recording(self) -> Recording:
         """Run all phases."""
-        with ExitStack() as undo:
-            self.enter(undo)
-            self.run()
-            self.judge()
-            self.settle()
+        try:
+            with ExitStack() as undo:
+                self.enter(undo)
+                self.run()
+                self.judge()
+                self.settle()
+        except Refusal as refusal:
+            refusal.decided = self.dials.decided() if self.dials is not None else None
+            raise
         return self.settlement.recording()
 
     def enter(self, undo: ExitStack) -> None:
@@ -109,7 +114,7 @@ class Capture:
         request, prepared = self.request, self.prepared
         follow = request.terms.concessions.follow
         with probing(request.reach, follow, prepared.spots) as dials, fit_to_step(request.reach.optimizers):
-            dials.given = prepared.numbers
+            self.dials, dials.given = dials, prepared.numbers
             self.evidence = DryRun(request, prepared, dials).capture(self._copied())
 
     def judge(self) -> None:

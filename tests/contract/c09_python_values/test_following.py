@@ -383,3 +383,23 @@ def test_c09_a_function_that_imports_from_math(device):
     alongside(device, make, lambda s, n: setattr(s, "t", 0.25 + n / 64), 12)
     assert math.cos.__module__ == "math"
     assert type(math.cos) is type(len)
+
+
+TURNS = {
+    "a flag": lambda device, n: (torch.ones(2, device=device), n / 64, n % 2 == 0),
+    "another size": lambda device, n: (torch.ones(2 + n % 3, device=device), n / 64, True),
+    "many words": lambda device, n: (torch.ones(2, device=device), n / 64, "word" * (n % 8)),
+}
+
+
+@pytest.mark.parametrize("kinds", TURNS.values(), ids=TURNS)
+def test_c09_a_number_that_is_another_in_each_call_beside_kinds_that_take_turns(device, kinds):
+    def f(x, c, flag):
+        return x * c if flag else x + c
+
+    recorded = pg.record(f)
+    for n in range(60):
+        assert_same(recorded(*kinds(device, n)), f(*kinds(device, n)))
+    stats = pg.stats(recorded)
+    assert stats.live <= 20, pg.explain(recorded)
+    assert stats.refusals == {}

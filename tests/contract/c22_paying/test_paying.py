@@ -379,3 +379,34 @@ def test_c22_a_step_that_is_recorded_beside_a_model_on_trial_is_not_recorded_ane
     assert_same([*nets[0].parameters()], [*nets[1].parameters()])
     assert pg.stats(recorded).recorded <= 3, pg.explain(recorded)
     assert "changes from call to call" not in pg.explain(recorded)
+
+
+@pytest.mark.parametrize("calls", [0, 12, 16, 28, 40])
+def test_c22_a_trial_that_nobody_goes_on_with_keeps_no_other_function_from_recording(device, takes, calls):
+    takes(played=31, live=24)
+    weights = [nn.Parameter(ramp(device, 3)) for _ in range(2)]
+    kept = nn.Parameter(ramp(device, 3))
+    evaluate = pg.record(lambda x: (x * kept).detach())
+    called(evaluate, ramp(device, 3), calls)
+
+    def micro(x, w):
+        (w * x).sum().backward()
+
+    ours = pg.record(micro, keep="always")
+    for n in range(60):
+        for w, f in zip(weights, (ours, micro), strict=True):
+            f(ramp(device, 3, start=n), w)
+        assert_same(weights[0].grad, weights[1].grad)
+        if n % 2:
+            weights[0].grad = weights[1].grad = None
+    live, made, _ = counts(ours)
+    assert (live, made) == (counts_without_trial(device, micro)), pg.explain(ours)
+
+
+def counts_without_trial(device, micro):
+    w, f = nn.Parameter(ramp(device, 3)), pg.record(micro, keep="always")
+    for n in range(60):
+        f(ramp(device, 3, start=n), w)
+        if n % 2:
+            w.grad = None
+    return counts(f)[:2]
