@@ -76,8 +76,8 @@ class Refusal(Exception):
     ``reason`` names the cause, ``where`` the user's own line (``file:line``), ``remedy`` what to do. ``final`` says
     that trying again would give the same answer, `this_call` that it concerns no other call, `failed` that an exception
     ended the capture: if the live run raises as well, that is the answer to the call. `operator` is what cannot be captured,
-    and could run between two segments, `reach` what the call could get at, `places` what it has asked besides, and `decided` what
-    it has decided by numbers that are followed.
+    and could run between two segments, `reach` what the call could get at, `places` what it has asked besides, and `decided`
+    what it has decided by numbers that are followed.
     """
 
     reason: str
