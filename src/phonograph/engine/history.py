@@ -12,6 +12,7 @@ from .._torch.operators import OpOverload
 from ..capture.live_results import Notes
 from ..errors import Refusal
 from ..values.host_scalars import Site
+from .budget import Unpaid
 from .standing_refusals import Grounds, Lasting, Standing
 
 __all__ = ["Arrivals", "Attempts", "CaptureTerms", "Changes", "Divergence", "History", "LiveCalls", "Refused", "Room", "Timed",
@@ -119,6 +120,8 @@ class Refused:
     """What has changed since the last refusal, if there was no capture since."""
     calls: int = 0
     """Live calls for which a refusal stood."""
+    unpaid: Unpaid | None = None
+    """There is no attempt until there has been time for one (`budget.py`)."""
 
     def say(self, refusal: Refusal) -> None:
         """Replace the last refusal by another wording."""
@@ -161,7 +164,7 @@ class Wait:
     turns: int = 0
     """Waits so far because something changed: each is twice as long as the one before."""
     spared: Refusal | None = None
-    """The refusal, where it is one of other signatures, or of what has not run yet."""
+    """The refusal, where it is of what has not run yet."""
 
 
 @dataclass(slots=True)
@@ -216,7 +219,7 @@ class History:
         refused.standing = [Standing(refusal, grounds), *refused.standing[: most - 1]] if grounds is not None else []
 
     def wait_for(self, calls: int, refusal: Refusal, *, spared: bool = False) -> None:
-        """Run live for so many calls; `spared`: for what others of its like have shown, or for what has not run yet."""
+        """Run live for so many calls; `spared`: for what has not run yet."""
         self.refuse(refusal)
         self.wait.left = calls
         if spared:

@@ -35,7 +35,7 @@ from ..python.names_in_code import Mentions
 from ..state.reentrancy import Nested
 from ..statistics import Counters, logger, totals
 from ..values.wording import MARKED
-from . import audit
+from . import audit, budget
 from . import process_groups as ranks
 from .attached_results import settled
 from .backoff import Backoff
@@ -53,6 +53,7 @@ __all__ = ["BackwardKind", "Maker", "Stops", "loses_overlap"]
 _MOVES = 3  # recordings because gradients lay elsewhere, after which they are fed; some loops settle with as many
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more
 _DECISIVE = 8  # places where a call may read numbers by which it goes on
+_OTHER_CODE, _CALL_THE_SAME = "runs other code each time it is looked at", f"call the same in each call, {MARKED}"
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 
@@ -122,7 +123,6 @@ class Maker:
         self.entangled |= recording.entangled
         self.devices.add(device)
         self._counters.recorded += 1
-        self._backoff.alike.made()
         totals().recorded += 1
         self._shelf.add(call.key, player)
         logger.debug("%s", recording)
@@ -162,7 +162,8 @@ class Maker:
     ) -> Recording:
         """Capture the call, until a capture hears nothing new."""
         borrow = self._options.outputs == "borrow"
-        for _ in range(_LOOKS):
+        begun = budget.now()
+        for look in range(_LOOKS):
             tracing = Tracing(device.torch_device) if history.capture.attached else None
             terms = self._terms(call, history, tracing, Placement(blocked, apart, turns, borrow))
             self._describer.packages.before()
@@ -177,6 +178,9 @@ class Maker:
             except Overlooked as e:
                 self._describer.extend_reach(e)
                 reach = self._describer.reach(call)
+                taken = budget.now() - begun
+                if not self._backoff.budget.goes_on(taken, taken / (look + 1)):
+                    raise Unseen(_OTHER_CODE, _CALL_THE_SAME, final=False) from None
             except Attached:
                 if history.capture.attached or borrow:
                     raise
@@ -184,7 +188,7 @@ class Maker:
             finally:
                 if tracing is not None:
                     tracing.end()
-        raise Refusal("runs other code each time it is looked at", f"call the same in each call, {MARKED}", final=False)
+        raise Refusal(_OTHER_CODE, _CALL_THE_SAME, final=False)
 
     def _terms(self, call: Call, history: History, tracing: Tracing | None, placement: Placement) -> Terms:
         """The terms of a capture at this place, going by what is known of the signature."""
