@@ -179,6 +179,7 @@ class Recorded(Parts, Generic[P, R]):
         counters, reason = self._counters, refusal.reason
         counters.calls += 1
         counters.live += 1
+        counters.untried += 1
         counters.refusals[reason] = counters.refusals.get(reason, 0) + 1
         if self._steps:
             optimizers.stepped(self._function)
@@ -268,6 +269,7 @@ class Recorded(Parts, Generic[P, R]):
         """Raise the refusal of this signature, if its grounds still hold. That is found out since the call has `begun`."""
         refusal = self._backoff.refused(history, [call.leaves[at] for at in call.numbers])
         if refusal is not None:
+            self._counters.untried += 1
             self._trials.note_grounds(call)
             players, unpaid = self._shelf.of(call.key), history.refused.unpaid
             if unpaid is not None and refusal is unpaid.refusal:

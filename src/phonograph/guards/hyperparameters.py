@@ -659,7 +659,7 @@ class Decided(NamedTuple):
         self.given[:] = given
         try:
             return self.alike((*[0.0] * self.first, *[spot.get() for spot in self.spots]))
-        except _NO_NUMBER:
+        except (*_NO_NUMBER, LookupError):
             return False
 
 

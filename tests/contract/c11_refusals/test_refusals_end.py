@@ -264,6 +264,8 @@ def test_c11_a_refusal_stands_only_for_calls_that_decide_as_the_refused_one_has(
     assert (live <= 25, played >= 175) == (True, True), pg.explain(both.recorded)
     told = [times for reason, times in pg.stats(both.recorded).refusals.items() if "host" in reason]
     assert sum(told) <= 20, "calls that read nothing are told as if they had"
+    assert 1 <= pg.stats(both.recorded).untried < sum(told), "those that were tried are counted apart"
+    assert f"{pg.stats(both.recorded).untried} live calls were not tried" in pg.explain(both.recorded)
 
 
 @may_run_live
