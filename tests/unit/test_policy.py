@@ -32,6 +32,7 @@ class Recording:
         self.copied, self.backward, self.footprint, self.live_parts = (), None, Spans(), True
         self.reliances = SimpleNamespace(numbers_changed=list)
         self.played = self.used = self.cost = 0
+        self.saves = None
         self.gone = True
         self.play()
 

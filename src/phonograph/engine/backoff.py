@@ -83,7 +83,7 @@ class Backoff:
         self._options, self._counters, self._shelf, self._described = options, counters, shelf, described
         self._split = split
         self.novelty, self.budget = Novelty(), Budget(options, counters)
-        shelf.gone = lambda player: self.budget.gone(player, _saves(self.known(player.recording.key)))
+        shelf.gone = self.budget.gone
         self.on_trial: dict[Key, Trial] = {}
         """Signatures of which the recordings have yet to show that they pay."""
         self.reset()
@@ -164,14 +164,14 @@ class Backoff:
 
     def pays_for(self, call: Call, history: History, broken: str | None) -> Refusal | None:
         """Why there is to be no attempt now: those before it have cost too much for what came of them."""
-        behind = self.budget.unfit(self._shelf.of(call.key), _saves(history)) if broken is not None else 0.0
+        behind = self.budget.unfit(self._shelf.of(call.key)) if broken is not None else 0.0
         if self.budget.allows(behind):
             return None
         if broken is not None:
             where = self._changes[broken].where if broken in self._changes else ""
             refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
         elif self.budget.why is not None:
-            refusal = replace(self.budget.why, reach=None, decided=None, failed=False, this_call=False)
+            refusal = replace(self.budget.why)
         else:
             refusal = Refusal(EVER_NEW, FEW_SHAPES)
         refusal.history = history
@@ -280,9 +280,3 @@ class Backoff:
             yield (f"recorded anew {self.displaced}x: what is held of other results, or of gradients, lay where its recordings "
                    "work; drop it, or keep a clone, before the next call")  # fmt: skip
         yield from [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
-
-
-def _saves(history: History | None) -> float | None:
-    """Seconds that a replay saves, where a trial has measured it."""
-    timed = history.timed if history is not None else None
-    return max(0.0, timed.live - timed.replay) if timed is not None and timed.live is not None else None

@@ -72,23 +72,23 @@ class Budget:
 
     def lose(self, seconds: float, why: Refusal | None = None) -> None:
         """An attempt has come to nothing."""
-        self.why = why
+        self.why = None if why is None else Refusal(why.reason, why.remedy, why.where)
         self._losses += 1
         self._lost += seconds * self._losses
 
-    def gone(self, player: Player, saves: float | None) -> None:
-        """A recording is closed, of which each replay saves so much, if that is known."""
-        left = self.left(player, saves)
+    def gone(self, player: Player) -> None:
+        """A recording is closed."""
+        left = self.left(player)
         if left > 0.0:
             self.lose(left)
         elif player.played > 1:
             self._losses = 0
 
-    def left(self, player: Player, saves: float | None) -> float:
+    def left(self, player: Player) -> float:
         """Seconds of a recording's cost that its replays have not saved so far."""
         if self._always:
             return 0.0
-        return player.cost - player.played * (self._usual * _SAVED if saves is None else saves)
+        return player.cost - player.played * (self._usual * _SAVED if player.saves is None else player.saves)
 
     # -- what may be
 
@@ -113,9 +113,9 @@ class Budget:
     def _usual(self) -> float:
         return self.least if self.least < math.inf else 0.0
 
-    def unfit(self, players: Sequence[Player], saves: float | None) -> float:
+    def unfit(self, players: Sequence[Player]) -> float:
         """Seconds that would be lost if these fit no more."""
-        return sum([max(0.0, self.left(player, saves)) for player in players])
+        return sum([max(0.0, self.left(player)) for player in players])
 
 
 class Unpaid:

@@ -61,6 +61,11 @@ class Timed(NamedTuple):
     calls: int
     until_next: bool
 
+    @property
+    def saves(self) -> float | None:
+        """Seconds that a replay saves; None if no live call was timed."""
+        return None if self.live is None else max(0.0, self.live - self.replay)
+
 
 @dataclass(slots=True)
 class CaptureTerms:

@@ -361,6 +361,7 @@ class Recorded(Parts, Generic[P, R]):
             self._attempt = budget.now() - begun
             self._backoff.budget.attempted(self._attempt)
         player.seconds, player.cost, player.why = seconds(), self._attempt, why
+        player.saves = history.timed.saves if history.timed is not None else None
         figures.recorded(self.name, player)
         return player
 

@@ -501,3 +501,15 @@ def test_c22_recordings_that_fit_no_more_are_seldom_looked_at(device, monkeypatc
         assert_same(recorded(ramp(device, 3)), ramp(device, 3) * cell.w)
     assert len(looks) - before <= 12, pg.explain(recorded)
     assert clock.captures <= 2
+
+
+def test_c17_recordings_go_with_their_function_and_wait_for_no_garbage_collector(device):
+    f = called(pg.record(tanh, keep="always"), ramp(device, 3), 5)
+    player = weakref.ref(next(iter(f._shelf)))
+    gc.collect()
+    gc.disable()
+    try:
+        del f
+        assert player() is None
+    finally:
+        gc.enable()
