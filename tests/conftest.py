@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import random
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from phonograph.engine import budget
 from phonograph.engine import profitability as paying
 from phonograph.pytest_plugin import both_devices, device_or_skip  # noqa: F401 - a fixture is used by its name
 from phonograph.python import read_gate
@@ -108,6 +110,12 @@ class Standstill(paying.Clock):
 def recordings_pay(monkeypatch):
     """Tests count recordings of functions that are tiny. Whether those are worth it would hang on the machine."""
     monkeypatch.setattr(paying, "clock", Standstill())
+
+
+@pytest.fixture(autouse=True)
+def attempts_are_free(monkeypatch):
+    """Tests count captures, too. Whether there was time for one would hang on the machine."""
+    monkeypatch.setattr(budget, "now", itertools.repeat(0.0).__next__)
 
 
 @pytest.fixture(autouse=True)

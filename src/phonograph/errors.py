@@ -84,7 +84,8 @@ class Refusal(Exception):
     ``reason`` names the cause, ``where`` the user's own line (``file:line``), ``remedy`` what to do. ``final`` says
     that trying again would give the same answer, `this_call` that it concerns no other call, `failed` that an exception
     ended the capture: if the live run raises as well, that is the answer to the call. `operator` is what cannot be captured,
-    and could run between two segments, `reach` what the call could get at, and `places` what it has asked besides.
+    and could run between two segments, `reach` what the call could get at, `places` what it has asked besides, and `decided`
+    what it has decided by numbers that are followed.
     """
 
     reason: str
@@ -97,6 +98,7 @@ class Refusal(Exception):
     operator: Any = None
     reach: Any = None
     places: Any = ()
+    decided: Any = None
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -115,7 +117,7 @@ class Refusal(Exception):
 
     def drop_references(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
-        self.__traceback__ = self.__cause__ = self.__context__ = self.reach = None
+        self.__traceback__ = self.__cause__ = self.__context__ = self.reach = self.decided = None
         self.places = ()
 
 

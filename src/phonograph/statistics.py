@@ -20,7 +20,8 @@ class Stats:
     captured included; `refusals` maps reasons to the number of calls they made run live (a reason not to pad counts once);
     `bytes_copied` are bytes of arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's
     devices share; `recording_seconds` were spent on captures, those that failed included (two `Stats` are equal whatever these
-    are); a call is `steps` steps of the function.
+    are); a call is `steps` steps of the function; `untried` are those live calls that were not tried, because an earlier one
+    like them was refused: of these it is not known whether they would have done what that one did.
     """
 
     calls: int = 0
@@ -32,6 +33,7 @@ class Stats:
     pool_bytes: int = 0
     recording_seconds: float = field(default=0.0, compare=False)
     steps: int = 1
+    untried: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Counters:
     bytes_copied: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     recording_seconds: float = 0.0
+    untried: int = 0
 
     def refuse(self, reason: str) -> bool:
         """Count a call that ran live for this reason; True if it is the first."""
@@ -57,12 +60,12 @@ class Counters:
             self.calls + other.calls, self.live + other.live, self.recorded + other.recorded,
             self.replayed + other.replayed, self.bytes_copied + other.bytes_copied,
             {r: self.refusals.get(r, 0) + other.refusals.get(r, 0) for r in reasons},
-            self.recording_seconds + other.recording_seconds,
+            self.recording_seconds + other.recording_seconds, self.untried + other.untried,
         )  # fmt: skip
 
     def stats(self, pool_bytes: int) -> Stats:
         return Stats(self.calls, self.live, self.recorded, self.replayed, MappingProxyType(dict(self.refusals)),
-                     self.bytes_copied, pool_bytes, self.recording_seconds)  # fmt: skip
+                     self.bytes_copied, pool_bytes, self.recording_seconds, untried=self.untried)  # fmt: skip
 
 
 class Observed:

@@ -12,6 +12,7 @@ from phonograph.call.signature import describe
 from phonograph.capture.recording import BEGINS_ANEW, MEMORY
 from phonograph.engine import policy as rules
 from phonograph.engine.backoff import ATTEMPTS, CHANGES, FIRST_WAIT, FORGIVEN, UNLUCKY, Backoff
+from phonograph.engine.budget import SHARE
 from phonograph.engine.player import GRAD, uses
 from phonograph.engine.policy import RULES, Policy, Step
 from phonograph.engine.shelf import Shelf
@@ -30,7 +31,8 @@ class Recording:
         self.key, self.recording = key, self
         self.copied, self.backward, self.footprint, self.live_parts = (), None, Spans(), True
         self.reliances = SimpleNamespace(numbers_changed=list)
-        self.played = self.used = 0
+        self.played = self.used = self.cost = 0
+        self.saves = None
         self.gone = True
         self.play()
 
@@ -69,14 +71,20 @@ class Function:
         self.backoff = Backoff(self.options, self.counters, self.shelf, self.described, frozenset())
         self.policy = Policy(self.backoff, self.options, self.counters, self.shelf, self.described,
                              watches_sizes=watches_sizes)  # fmt: skip
-        self.refused = None
+        self.refused, self.takes = None, 0  # seconds of a capture; a live call takes one
         self.why, self.captured = [], []  # the reasons of refused calls; the numbers of those that were captured
 
     def history(self, n=3):
         return self.backoff.history(describe((torch.ones(n),), {}).key)
 
-    def call(self, n=3, broken=None, blocked=0, obstructed=False):
+    def call(self, *args, **kwargs):
         """What becomes of a call with so many numbers."""
+        word = self._call(*args, **kwargs)
+        if word in "L-":
+            self.backoff.budget.ran(1.0)
+        return word
+
+    def _call(self, n=3, broken=None, blocked=0, obstructed=False):
         call, self.counters.calls = describe((torch.ones(n),), {}), self.counters.calls + 1
         players, anew = self.shelf.of(call.key), bool(broken or blocked or obstructed)
         if players and not anew:
@@ -100,15 +108,17 @@ class Function:
     def _capture(self, case):
         case.history.attempts.tried = True
         self.captured.append(self.counters.calls)
-        self.policy.raise_unrewarded(case.history)
+        self.backoff.budget.attempted(self.takes)
         if self.refused is not None:
             self.backoff.capture_failed(case.call, self.refused, case.history, changed=case.broken is not None)
             if self.refused.failed:
                 self.backoff.live_run_succeeded(self.refused)
+            self.backoff.budget.lose(self.takes, self.refused)
             raise self.refused
         self.shelf.drop(case.call.key, lambda _: case.broken is not None)
-        self.shelf.add(case.call.key, Recording(case.call.key))
-        self.backoff.alike.made()
+        made = Recording(case.call.key)
+        made.cost = self.takes
+        self.shelf.add(case.call.key, made)
         self.counters.replayed += 1
 
     def calls(self, times, *args, **kwargs):
@@ -183,7 +193,7 @@ def test_c18_changes_are_forgotten_while_a_refusal_stands():
     f.calls(2)
     f.calls(2 * CHANGES, broken="model.scale")
     f.shelf.clear()
-    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls, given: change[0]))
     assert f.calls(CHANGES * FORGIVEN) == "-" * CHANGES * FORGIVEN
     change[0] = "model.training"
     assert f.calls(3) == "LRP"
@@ -237,21 +247,43 @@ def test_c11_what_has_not_run_yet_is_tried_after_more_and_more_calls():
 def test_c11_a_refusal_stands_while_its_grounds_hold():
     f, change = Function(), [None]
     f.calls(1)
-    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls: change[0]))
+    f.backoff.refuse(f.history(), Refusal("is in training"), SimpleNamespace(changed=lambda calls, given: change[0]))
     assert f.calls(5) == "-----"
     change[0] = "model.training"
     assert f.calls(3) == "LRP"  # as what has changed since a recording
 
 
-def test_c11_signatures_like_others_that_were_refused_are_tried_later():
+def test_c11_attempts_wait_until_the_calls_have_taken_twenty_times_as_long():
+    """Whatever the signatures: one that is like others which could not be recorded most likely cannot be either."""
     f = Function()
-    f.refused = Refusal("needs the host", where="train.py:3")
+    f.refused, f.takes = Refusal("needs the host", where="train.py:3"), 10
     sizes = [5, 3, 9, 4, 17, 8]
-    words = ["".join(f.call(n) for _ in range(2)) for n in sizes[:4]]
-    assert words == ["L-"] * 4
-    assert [f.call(n) for n in sizes[4:]] == ["-", "-"]  # not even a warm-up
+    assert ["".join(f.call(n) for _ in range(2)) for n in sizes] == ["L-"] * 6
+    assert f.captured == [2, 4]  # the first was free
+    assert {*f.why} == {"needs the host"}
     f.refused = None
-    assert f.calls(rules.SPARED + 3, sizes[4]) == "-" * (rules.SPARED - 1) + "LRPP"
+    words = f.calls(600, 8)
+    assert 350 <= words.index("R") < 450
+    assert "-" not in words.lstrip("-")
+
+
+def test_c22_a_recording_that_has_saved_what_it_cost_is_no_loss():
+    f = Function()
+    f.takes = 10
+    f.calls(2)
+    for _ in range(4 * CHANGES):
+        assert f.calls(2, broken="model.scale") + f.calls(48) == "LR" + "P" * 48
+    assert not f.why
+
+
+def test_c22_recordings_that_are_played_too_seldom_are_soon_made_no_more():
+    f = Function()
+    f.takes = 10
+    f.calls(2)
+    words = f.calls(400, broken="model.scale")
+    assert words.count("R") <= 1 + len(words) * SHARE / f.takes
+    assert f.why[0] == "model.scale changes from call to call"
+    assert "R" in f.calls(800, broken="model.scale")  # it is tried again
 
 
 # -- sizes and signatures
@@ -282,9 +314,11 @@ def test_c18_signatures_in_rotation_keep_their_recordings():
 
 def test_c18_recordings_that_nobody_plays_again_are_not_made_for_ever():
     f = Function(watches_sizes=False, max_recordings=2)
-    sizes = [5, 3, 9, 4, 17, 8, 23, 6]
-    assert "".join(f.calls(2, n) for n in sizes) == "LR" * 2 * rules.UNPLAYED
-    assert f.calls(FIRST_WAIT + 3, 40) == "L" + "-" * FIRST_WAIT + "RP"  # it comes again that often
+    f.takes = 10
+    words = "".join(f.calls(2, n) for n in (5, 3, 9, 4, 17, 8, 23, 6))
+    assert words == "LR" * 4 + "L-" * 4
+    assert "new signature" in f.why[0]
+    assert "R" in f.calls(900, 40)  # it comes again that often
 
 
 # -- what is in the way

@@ -7,7 +7,7 @@ some calls, twice as many each time. What is counted here is counted for each si
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,11 +21,12 @@ from ..options import Options
 from ..python.identity import identity
 from ..statistics import Counters
 from ..values.wording import Naming
+from .budget import Budget, Unpaid
 from .history import History
 from .novel_signatures import Novelty
 from .player import GRAD
 from .profitability import Trial
-from .resting import Alike, Rest
+from .resting import Rest
 from .shelf import Key, Shelf
 from .standing_refusals import Grounds, grounds_of
 
@@ -42,6 +43,8 @@ UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few
 SIGNATURES = 4096  # that are remembered
 NAMED = 16  # changes that are remembered by name, for `explain`
 
+EVER_NEW = "nearly every call has a new signature"
+FEW_SHAPES = "pad to a few shapes, or raise max_recordings"
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _VARIES = (
     "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor (t.fill_(n)), and a "
@@ -79,7 +82,8 @@ class Backoff:
     ) -> None:
         self._options, self._counters, self._shelf, self._described = options, counters, shelf, described
         self._split = split
-        self.novelty = Novelty()
+        self.novelty, self.budget = Novelty(), Budget(options, counters)
+        shelf.gone = self.budget.gone
         self.on_trial: dict[Key, Trial] = {}
         """Signatures of which the recordings have yet to show that they pay."""
         self.reset()
@@ -89,7 +93,8 @@ class Backoff:
         self._histories: OrderedDict[Key, History] = OrderedDict()
         self._changes: dict[str, Change] = {}
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
-        self.alike, self.rest = Alike(), Rest()
+        self.rest = Rest()
+        self.budget.reset()
         self.displaced = 0
         """Recordings of forwards that gave way to others, because of tensors that were held."""
         self.novelty.reset(self._counters.calls)
@@ -128,7 +133,6 @@ class Backoff:
             history.wait_for(max(2, 1 << history.attempts.failures >> 2), refusal, spared=True)
         elif last:
             self.refuse(history, refusal, found)
-            self.alike.failed(call, refusal, found)
 
     def live_run_succeeded(self, refusal: Refusal) -> None:
         """Count a capture that has failed where the live run has not: after a few the signature runs live."""
@@ -157,6 +161,22 @@ class Backoff:
         if 2 * change.times < CHANGES:  # that alone would be no reason
             what = f"values that it relies on have changed {changes} times in quick succession, {name} the last"
         return self.wait(history, Refusal(what, _STEADY if name == GRAD else _VARIES, change.where))
+
+    def pays_for(self, call: Call, history: History, broken: str | None) -> Refusal | None:
+        """Why there is to be no attempt now: those before it have cost too much for what came of them."""
+        behind = self.budget.unfit(self._shelf.of(call.key)) if broken is not None else 0.0
+        if self.budget.allows(behind):
+            return None
+        if broken is not None:
+            where = self._changes[broken].where if broken in self._changes else ""
+            refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
+        elif self.budget.why is not None:
+            refusal = replace(self.budget.why)
+        else:
+            refusal = Refusal(EVER_NEW, FEW_SHAPES)
+        refusal.history = history
+        history.refused.unpaid = Unpaid(self.budget, refusal, behind)
+        return self.expected(refusal)
 
     def count_change(self, history: History) -> int:
         """Count a change; how many have come in quick succession."""
@@ -198,16 +218,17 @@ class Backoff:
         history.wait.turns += 1
         return refusal
 
-    def refused(self, history: History) -> Refusal | None:
-        """Why a call of this signature runs live, if it does. Perhaps the next few are not looked at."""
+    def refused(self, history: History, given: Sequence[object] = ()) -> Refusal | None:
+        """Why a call of this signature, and with these followed numbers, runs live, if it does. Perhaps the next few are not
+        looked at."""
         rest, me = self.rest, identity(history)
         calls = rest.looked()
         self.novelty.passed(calls - 1)
-        refusal = self.still(history, calls, alone=rest.of == me)
+        refusal = self.still(history, calls, given, alone=rest.of == me)
         rest.of = me
         return self.expected(refusal)
 
-    def still(self, history: History, calls: int = 1, *, alone: bool = True) -> Refusal | None:
+    def still(self, history: History, calls: int = 1, given: Sequence[object] = (), *, alone: bool = True) -> Refusal | None:
         """Likewise. Each call that asks counts as one that does, or as so many; `alone`: of this signature, as far as is
         known."""
         wait, refused = history.wait, history.refused
@@ -218,15 +239,25 @@ class Backoff:
                 refused.refusal = None
                 if history.room.full_since is None and not spared:
                     history.changes.count = CHANGES - 1
-        if not refused.standing:
+        if refused.standing:
+            refusal, change = refused.found(calls, given)
+            if refusal is not None:
+                refused.calls += calls
+                refused.over, history.attempts.tried = None, False
+                return refusal
+            refused.refusal, refused.over = None, None if history.attempts.tried else change
+        if refused.refusal is not None:
             return refused.refusal
-        refusal, change = refused.found(calls)
-        if refusal is not None:
-            refused.calls += calls
-            refused.over, history.attempts.tried = None, False
-            return refusal
-        refused.refusal, refused.over = None, None if history.attempts.tried else change
-        return None
+        if refused.unpaid is not None and refused.unpaid.over():
+            refused.unpaid = None
+        return refused.unpaid.refusal if refused.unpaid is not None else None
+
+    def at_a_glance(self, history: History) -> Refusal | None:
+        """Likewise of a call that is known; None as well where there is to be a look at its recordings."""
+        unpaid = history.refused.unpaid
+        if unpaid is None or history.refused.standing or history.refused.refusal is not None:
+            return self.refused(history)
+        return unpaid.refusal if unpaid.unseen() and not unpaid.over() else None
 
     def expected(self, refusal: Refusal | None) -> Refusal | None:
         """Another call runs live of which that was to be expected: perhaps the next few are not looked at."""

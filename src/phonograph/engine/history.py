@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from .._torch.operators import OpOverload
 from ..capture.live_results import Notes
 from ..errors import Refusal
 from ..values.host_scalars import Site
+from .budget import Unpaid
 from .standing_refusals import Grounds, Lasting, Standing
 
 __all__ = ["Arrivals", "Attempts", "CaptureTerms", "Changes", "Divergence", "History", "LiveCalls", "Refused", "Room", "Timed",
@@ -29,6 +30,8 @@ class Arrivals:
     warm_ups: int = 0
     live_since: set[bool] = field(default_factory=set)
     """A live call was made since gradients (True), or anything else (False), were replaced."""
+    moved: int = 0
+    """`gradients_moved` when gradients were last found elsewhere, or it came first."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,11 @@ class Timed(NamedTuple):
     live: float | None
     calls: int
     until_next: bool
+
+    @property
+    def saves(self) -> float | None:
+        """Seconds that a replay saves; None if no live call was timed."""
+        return None if self.live is None else max(0.0, self.live - self.replay)
 
 
 @dataclass(slots=True)
@@ -117,6 +125,8 @@ class Refused:
     """What has changed since the last refusal, if there was no capture since."""
     calls: int = 0
     """Live calls for which a refusal stood."""
+    unpaid: Unpaid | None = None
+    """There is no attempt until there has been time for one (`budget.py`)."""
 
     def say(self, refusal: Refusal) -> None:
         """Replace the last refusal by another wording."""
@@ -133,11 +143,12 @@ class Refused:
 
         return over
 
-    def found(self, calls: int) -> tuple[Refusal | None, str | None]:
-        """A refusal that still stands, or what has changed of which the last one says that it does not."""
+    def found(self, calls: int, given: Sequence[object]) -> tuple[Refusal | None, str | None]:
+        """A refusal that still stands for a call that is `given` these numbers, or what has changed of which the last one says
+        that it does not."""
         change = None
         for refusal, grounds in self.standing:
-            now = grounds.changed(calls)
+            now = grounds.changed(calls, given)
             if now is None:
                 return refusal, None
             change = change or now
@@ -158,7 +169,7 @@ class Wait:
     turns: int = 0
     """Waits so far because something changed: each is twice as long as the one before."""
     spared: Refusal | None = None
-    """The refusal, where it is one of other signatures, or of what has not run yet."""
+    """The refusal, where it is of what has not run yet."""
 
 
 @dataclass(slots=True)
@@ -213,7 +224,7 @@ class History:
         refused.standing = [Standing(refusal, grounds), *refused.standing[: most - 1]] if grounds is not None else []
 
     def wait_for(self, calls: int, refusal: Refusal, *, spared: bool = False) -> None:
-        """Run live for so many calls; `spared`: for what others of its like have shown, or for what has not run yet."""
+        """Run live for so many calls; `spared`: for what has not run yet."""
         self.refuse(refusal)
         self.wait.left = calls
         if spared:

@@ -36,7 +36,7 @@ from ..python.names_in_code import Mentions
 from ..state.reentrancy import Nested
 from ..statistics import Counters, logger, totals
 from ..values.wording import MARKED
-from . import audit
+from . import audit, budget
 from . import process_groups as ranks
 from .attached_results import settled
 from .backoff import Backoff
@@ -55,6 +55,7 @@ _MOVES = 3  # recordings because gradients lay elsewhere, after which they are f
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more...
 _NEW = 64  # ...and which was like none before
 _DECISIVE = 8  # places where a call may read numbers by which it goes on
+_OTHER_CODE, _CALL_THE_SAME = "runs other code each time it is looked at", f"call the same in each call, {MARKED}"
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
                          "which can only be captured", "override_cudagraphs(fwd=False)")  # fmt: skip
 
@@ -127,7 +128,6 @@ class Maker:
         self.entangled |= recording.entangled
         self.devices.add(device)
         self._counters.recorded += 1
-        self._backoff.alike.made()
         totals().recorded += 1
         self._shelf.add(call.key, player)
         logger.debug("%s", recording)
@@ -177,7 +177,7 @@ class Maker:
     ) -> Recording:
         """Capture the call, until a capture hears nothing new."""
         borrow = self._options.outputs == "borrow"
-        looks, new = 0, 0
+        begun, looks, new = budget.now(), 0, 0
         while looks < _LOOKS and new < _NEW:
             tracing = Tracing(device.torch_device) if history.capture.attached else None
             terms = self._terms(call, history, tracing, replace(placement, borrow=borrow))
@@ -196,6 +196,9 @@ class Maker:
                 is_new = self._describer.extend_reach(e)
                 looks, new = looks + (not is_new), new + is_new
                 reach = self._describer.reach(call)
+                taken = budget.now() - begun
+                if not self._backoff.budget.goes_on(taken, taken / (looks + new)):
+                    raise Unseen(_OTHER_CODE, _CALL_THE_SAME, final=False) from None
             except Attached:
                 if history.capture.attached or borrow:
                     raise
@@ -203,7 +206,7 @@ class Maker:
             finally:
                 if tracing is not None:
                     tracing.end()
-        raise Refusal("runs other code each time it is looked at", f"call the same in each call, {MARKED}", final=False)
+        raise Refusal(_OTHER_CODE, _CALL_THE_SAME, final=False)
 
     def _terms(self, call: Call, history: History, tracing: Tracing | None, placement: Placement) -> Terms:
         """The terms of a capture at this place, going by what is known of the signature."""

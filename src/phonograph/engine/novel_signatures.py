@@ -21,6 +21,7 @@ __all__ = ["Novelty", "difference", "ever_new", "numbers_that_differ"]
 
 _UNREPEATED = 64  # signatures that never come again...
 _NEARLY = 3  # ...among so many times as many calls
+_KINDS = 64  # of calls that differ by more than numbers, of which the last ones are remembered
 
 
 class Novelty:
@@ -29,7 +30,7 @@ class Novelty:
     def __init__(self) -> None:
         self._unrepeated = 0
         self._counted_from = 0  # the function's calls then
-        self._last_key: Key | None = None
+        self._last_of: dict[object, Key] = {}  # of calls that differ from each other by numbers alone, the last one
         self._differs = ""  # how the last one differs from the one before
 
     def reset(self, calls: int) -> None:
@@ -40,7 +41,7 @@ class Novelty:
         """Count one that comes for the first time; refuse it where nearly every call has one of its own. Numbers are to be
         followed that differ from call to call."""
         self._unrepeated += 1
-        last, self._last_key = self._last_key, call.key
+        last = self._last_like(call)
         self._differs = difference(last, call, naming) if last is not None else ""
         following.want_arguments(numbers_that_differ(last, call))
         if calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
@@ -48,6 +49,15 @@ class Novelty:
         if self._unrepeated <= _UNREPEATED or not self._differs:
             return None
         return ever_new(self._differs, users_line())
+
+    def _last_like(self, call: Call) -> Key | None:
+        """The last call of this kind; the last of all where there was none. Kinds may take turns, each with other numbers."""
+        kind = _but_for_numbers(call.key)
+        last: Key | None = self._last_of.pop(kind, None) or next(reversed(self._last_of.values()), None)
+        self._last_of[kind] = call.key
+        if len(self._last_of) > _KINDS:
+            del self._last_of[next(iter(self._last_of))]
+        return last
 
     def repeats(self) -> None:
         """One of them comes for the second time."""
@@ -86,5 +96,15 @@ def numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, 
     if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
         return []
     differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
-    numbers = all(type(x) is tuple and len(x) == 2 and x[0] in FOLLOWED for _, *both in differing for x in both)
+    numbers = all(_is_number(x) for _, *both in differing for x in both)
     return [(call.shape, i) for i, *_ in differing] if numbers else []
+
+
+def _is_number(leaf: object) -> bool:
+    """Whether this stands in a key for a number that could be followed."""
+    return type(leaf) is tuple and len(leaf) == 2 and leaf[0] in FOLLOWED
+
+
+def _but_for_numbers(key: Key) -> object:
+    shape, leaves, *rest = key
+    return shape, tuple([leaf[:1] if _is_number(leaf) else leaf for leaf in leaves]), *rest

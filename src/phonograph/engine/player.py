@@ -105,6 +105,8 @@ class Player:
         self._in_sight: InSight | None = None  # once a profiler has seen it
         self.played = 0
         self.seconds = 0.0  # that it took to make the recording
+        self.cost = 0.0  # likewise, by the clock of `budget.py`
+        self.saves: float | None = None  # seconds, by each replay, where a trial has found that out
         self.why = ""  # it was made
         self.due = sys.maxsize  # replays before the next audit
         self.unaudited = ""  # the reason for having no audits

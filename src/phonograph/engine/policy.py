@@ -7,8 +7,8 @@ The life of a signature:
 
 - Its first `warmup` calls run live. The next one is recorded.
 - After a guard of a recording fails, one call runs live before the next capture: code may run there for the first time.
-- It *waits*, that is it runs live for some calls, twice as many each time, where guards fail too often, where the shelf is
-  full, or where signatures like it could not be recorded.
+- It *waits*, that is it runs live for some calls, twice as many each time, where guards fail too often, or where the shelf is
+  full; and for some time where attempts have cost too much for what came of them (`budget.py`).
 - It is refused after repeated failures of its capture, until the grounds of that refusal change.
 
 Thresholds and waiting times are in `backoff.py`.
@@ -27,21 +27,16 @@ from ..capture.recording import BEGINS_ANEW, MEMORY
 from ..errors import Refusal
 from ..options import Options
 from ..statistics import Counters
-from .backoff import Backoff, Described
+from .backoff import EVER_NEW, FEW_SHAPES, Backoff, Described
 from .history import History
 from .player import GRAD, uses
-from .profitability import gradients_move
+from .profitability import gradients_moved
 from .shelf import Shelf
 
 __all__ = ["RULES", "Case", "Policy", "Step"]
 
 ROOM = 8  # live calls of a signature before it may evict a recording that was not played meanwhile
-SPARED = 16  # live calls of a signature before a capture, where signatures like it could not be recorded
 BLOCKED = 6  # recordings of a signature whose outputs may all be held before its calls run live
-UNPLAYED = 4  # recordings that were never played again, as a multiple of max_recordings
-
-_EVER_NEW = "nearly every call has a new signature"
-_FEW_SHAPES = "pad to a few shapes, or raise max_recordings"
 
 
 class Step(enum.Enum):
@@ -124,7 +119,11 @@ class Policy:
         return case.broken == BEGINS_ANEW
 
     def _gradients_move(self, case: Case) -> bool:
-        return case.broken == GRAD and gradients_move()
+        """Whether a trial has moved gradients since they were last found elsewhere: they will be where they were."""
+        if case.broken != GRAD:
+            return False
+        before, case.history.arrivals.moved = case.history.arrivals.moved, gradients_moved()
+        return before != case.history.arrivals.moved
 
     def _is_cold(self, case: Case) -> bool:
         return case.history.arrivals.warm_ups < self._options.warmup
@@ -145,23 +144,12 @@ class Policy:
             self._backoff.novelty.repeats()
         if arrivals.first is not None:
             return None
-        arrivals.first = next(uses)
+        arrivals.first, arrivals.moved = next(uses), gradients_moved()
         if not self._watches_sizes or self._options.fallback == "error":
             return None
         refusal = self._growth.of(case.call, self._counters.calls, self._described.named())
         if refusal is not None:
             arrivals.warm_ups += 1
-        return self._backoff.expected(refusal)
-
-    def _likeness(self, case: Case) -> Refusal | None:
-        """Signature without a history. Refuse it if several signatures like it in a row could not be recorded."""
-        history = case.history
-        known = history.wait.spared or history.attempts.tried or history.attempts.failures or history.refused.over
-        if known or self._shelf.of(case.call.key) or self._described.marked or self._options.fallback != "live":
-            return None
-        refusal = self._backoff.alike.expected(case.call)
-        if refusal is not None:
-            history.wait_for(SPARED, refusal, spared=True)
         return self._backoff.expected(refusal)
 
     def _warm_up(self, case: Case) -> Refusal | None:
@@ -189,6 +177,10 @@ class Policy:
         for player in self._shelf.of(case.call.key):
             self._described.following.want(player.recording.reliances.numbers_changed())
         case.history.arrivals.live_since.add(case.broken == GRAD)
+
+    def _payment(self, case: Case) -> Refusal | None:
+        """Attempt. Refuse it if those before it have cost too much."""
+        return self._backoff.pays_for(case.call, case.history, case.broken)
 
     def _recording(self, case: Case) -> Refusal | None:
         """Capture. Refuse it if the shelf or the pool has no room."""
@@ -219,7 +211,7 @@ class Policy:
     def _crowded(self, history: History) -> Refusal:
         """Let a signature wait: all recordings on the shelf were played since it was last refused."""
         if not history.arrivals.again:
-            refusal = Refusal(_EVER_NEW, _FEW_SHAPES)
+            refusal = Refusal(EVER_NEW, FEW_SHAPES)
         else:
             most, met = self._options.max_recordings, self._backoff.signatures
             refusal = Refusal(f"has more signatures in rotation than max_recordings={most}",
@@ -227,12 +219,6 @@ class Policy:
         history.wait_for(ROOM << history.room.turns, refusal)
         history.room.full_since, history.room.turns = next(uses), history.room.turns + 1
         return refusal
-
-    def raise_unrewarded(self, history: History) -> None:
-        """Let a signature wait if most recordings were never played again. A signature that comes again after such a wait is
-        recorded."""
-        if self._shelf.unplayed >= UNPLAYED * self._options.max_recordings and not history.wait.turns:
-            raise self._backoff.wait(history, Refusal(_EVER_NEW, _FEW_SHAPES))
 
 
 class Rule(NamedTuple):
@@ -251,8 +237,7 @@ RULES = (
     Rule(_P._begins_anew,    (_P._change,),                                Step.WARM_UP),  # which mends the recordings
     Rule(_P._always,         (_P._arrival,),                               None),
     Rule(_P._gradients_move, (),                                           Step.WARM_UP),  # in a trial: for a few calls
-    Rule(_P._always,         (_P._likeness,),                              None),
     Rule(_P._is_cold,        (_P._warm_up, _P._attention),                 Step.WARM_UP),
     Rule(_P._has_changed,    (_P._attention, _P._change, _P._live_again),  Step.WARM_UP),
-    Rule(_P._always,         (_P._attention, _P._recording),               Step.RECORD),
+    Rule(_P._always,         (_P._attention, _P._payment, _P._recording),  Step.RECORD),
 )  # fmt: skip

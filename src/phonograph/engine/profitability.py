@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import enum
 import time
-import weakref
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -44,7 +43,7 @@ from .player import Player
 from .standing_refusals import Grounds
 
 __all__ = ["OPERATOR", "SAMPLES", "Beside", "Clock", "Samples", "Took", "Trial", "Turn", "Unrewarding", "clock",
-           "gradients_move", "on_trial"]  # fmt: skip
+           "gradients_moved", "on_trial"]  # fmt: skip
 
 SAMPLES = 6  # calls of each kind in a round: a multiple of the calls that there are in each step of a loop, mostly
 ROUNDS = 3
@@ -196,12 +195,12 @@ class Turn(enum.Enum):
     DROP = enum.auto()
 
 
-_trials: weakref.WeakSet[Trial] = weakref.WeakSet()  # that have run live
+_moved = 0
 
 
-def gradients_move() -> bool:
-    """Whether some calls run live for a trial, and leave gradients elsewhere than before and after it."""
-    return any(trial.aside for trial in _trials)
+def gradients_moved() -> int:
+    """How many calls, of the whole process, have run live for a trial and left gradients elsewhere than their recordings do."""
+    return _moved
 
 
 class Trial:
@@ -213,6 +212,7 @@ class Trial:
         self.history = history
         self.device = recording.device
         self._has_backward = recording.backward is not None
+        self._moves_gradients = self._has_backward or bool(recording.reliances.grads.parameters)
         self.aside: list[Player] = []  # the recordings, while calls run live
         self.noted = False
         self.grounds: Grounds | None = None  # on which such a call relies, once that was noted
@@ -237,6 +237,8 @@ class Trial:
 
     def see(self, took: Took, live: bool) -> None:
         """Such a call took so long."""
+        global _moved
+        _moved += live and self._moves_gradients
         if live is not self._live or took.device != self.device:
             return
         if self._unlike:
@@ -250,7 +252,6 @@ class Trial:
     def set_aside(self, players: list[Player]) -> None:
         """Calls run live from now on, and these are not there."""
         self.aside = players
-        _trials.add(self)
         self._over = self.history.refused.stand_by(self.refusal)
 
     def take_back(self) -> list[Player]:

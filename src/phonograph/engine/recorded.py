@@ -31,7 +31,7 @@ from ..capture.recording import Entangled
 from ..capture.value_checks import look, lookouts
 from ..devices import lock, owned
 from ..devices.segments import Diverged, TakenBack
-from ..errors import Refusal
+from ..errors import Refusal, Unseen
 from ..guards.carried_state import Carries
 from ..options import Options, switched_off
 from ..python.signals import deferred
@@ -40,7 +40,7 @@ from ..state import capturable as optimizers
 from ..state.reentrancy import Nested, inside
 from ..values.keys import NoSignature
 from ..values.pytree import Opens
-from . import audit, figures
+from . import audit, budget, figures
 from .clearing import cleared, obstructing
 from .contained import Contained
 from .describer import refused_here
@@ -87,6 +87,7 @@ class Recorded(Parts, Generic[P, R]):
         self._steps = optimizers.is_step(function)
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
         self._uncalled: UncalledModule | None = None  # until it is called
+        self._attempt = 0.0  # seconds that the last one took to record a call
         given = getattr(function, "__dict__", {}).keys() - {"__wrapped__"}
         self.own = frozenset([*vars(self), "own"]) - given  # all other attributes are the user's
 
@@ -129,17 +130,17 @@ class Recorded(Parts, Generic[P, R]):
             return self._of_another(other, args, kwargs)  # type: ignore[no-any-return]
         if lookouts:
             look()
-        gate = self._gate
-        if gate.closed is not None and (gate.never is not None or torch.is_grad_enabled()):
-            self._count_free(gate.closed)
-            return self._function(*args, **kwargs)
-        if self._trials.timing:
+        gate, rest = self._gate, self._backoff.rest
+        closed = gate.closed is not None and (gate.never is not None or torch.is_grad_enabled())
+        if not closed and self._trials.timing:
             again = functools.partial(Recorded.__call__, self, *args, **kwargs)
             return self._trials.timed(again)  # type: ignore[no-any-return]
-        rest = self._backoff.rest
-        if (refusal := rest.refusal) is not None and rest.passes():
-            self._count_free(refusal)
-            return self._function(*args, **kwargs)
+        if closed or (rest.refusal is not None and rest.passes()):
+            self._count_free(gate.closed if closed else rest.refusal)  # type: ignore[arg-type]
+            begun = budget.now()
+            result = self._function(*args, **kwargs)
+            self._backoff.budget.live += budget.now() - begun
+            return result
         if not lock.acquire(False) and not acquired():
             self._counters.calls += 1
             self._counters.live += 1
@@ -149,14 +150,14 @@ class Recorded(Parts, Generic[P, R]):
             known = self._known_calls.find(args, describer.with_state(kwargs) if describer.carried else kwargs)
             if known is not None:
                 kind, tensors = known
-                free = None if kind.history is None else self._backoff.refused(kind.history)
+                free = None if kind.history is None else self._backoff.at_a_glance(kind.history)
                 if kind.history is None and (played := kind.play(tensors)) is not None:
                     counters = self._counters
                     result, copied = played
                     counters.calls += 1
                     counters.replayed += 1
                     counters.bytes_copied += copied
-                    return result  # type: ignore[no-any-return]
+                    return result
             else:
                 free = self._undescribed.still(args, kwargs)
             if free is None:
@@ -167,7 +168,10 @@ class Recorded(Parts, Generic[P, R]):
             lock.release()
         if free is not None:
             self._count_free(free)
-            return self._function(*args, **kwargs)
+            begun = budget.now()
+            result = self._function(*args, **kwargs)
+            self._backoff.budget.live += budget.now() - begun
+            return result
         if traced:
             return self._function(*args, **kwargs)
         if answered:
@@ -179,6 +183,7 @@ class Recorded(Parts, Generic[P, R]):
         counters, reason = self._counters, refusal.reason
         counters.calls += 1
         counters.live += 1
+        counters.untried += 1
         counters.refusals[reason] = counters.refusals.get(reason, 0) + 1
         if self._steps:
             optimizers.stepped(self._function)
@@ -187,9 +192,10 @@ class Recorded(Parts, Generic[P, R]):
         """Replay, record or warm up: (True, the result). Or refuse: (False, the refusal)."""
         with lock, unwound():
             self._counters.calls += 1
+            begun = budget.now()
             try:
                 with Contained("looked for what to do with a call"):
-                    call, player, case = self._chosen(args, kwargs)
+                    call, player, case = self._chosen(args, kwargs, begun)
                 if player is not None:
                     return True, self._play(player, call)
                 if case is None:
@@ -199,6 +205,7 @@ class Recorded(Parts, Generic[P, R]):
                 except Refusal as e:
                     with Contained("learned from what was refused"):
                         if not self._maker.learns(e, case.history, call):
+                            self._lose(e)
                             raise
                     e.drop_references()
                     return True, self._warm_up(call, args, kwargs)
@@ -216,8 +223,8 @@ class Recorded(Parts, Generic[P, R]):
         refusal.drop_references()
         return False, refusal
 
-    def _chosen(self, args: Args, kwargs: Kwargs) -> tuple[Call, Player | None, Case | None]:
-        """A call, and what is played for it, or recorded; neither, if it is to warm up.
+    def _chosen(self, args: Args, kwargs: Kwargs, begun: float) -> tuple[Call, Player | None, Case | None]:
+        """A call, and what is played for it, or recorded; neither, if it is to warm up. The call has `begun` then.
 
         Raises:
             NoSignature, Refusal: it has to run live.
@@ -230,7 +237,7 @@ class Recorded(Parts, Generic[P, R]):
             stands = player.played < player.due or self._stands(player, call)
             return call, player if stands else None, None
         history = self._backoff.history(call.key)
-        self._raise_refused(call, history)
+        self._raise_refused(call, history, begun)
         obstructed = cleared_some and any(map(obstructing, found.waiting))
         case = self._policy.case(call, history, found.broken, found.blocked, obstructed)
         return call, None, None if self._policy.next(case) is Step.WARM_UP else case
@@ -268,12 +275,22 @@ class Recorded(Parts, Generic[P, R]):
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
 
-    def _raise_refused(self, call: Call, history: History) -> None:
-        """Raise the refusal of this signature, if its grounds still hold."""
-        refusal = self._backoff.refused(history)
+    def _lose(self, refusal: Refusal) -> None:
+        """An attempt has come to nothing. (Where something has to run first, it is the first of two.)"""
+        if refusal.this_call or not isinstance(refusal, Unseen):
+            self._backoff.budget.lose(self._attempt, refusal)
+
+    def _raise_refused(self, call: Call, history: History, begun: float) -> None:
+        """Raise the refusal of this signature, if its grounds still hold. That is found out since the call has `begun`."""
+        refusal = self._backoff.refused(history, [call.leaves[at] for at in call.numbers])
         if refusal is not None:
+            self._counters.untried += 1
             self._trials.note_grounds(call)
-            if history.refused.unsettled is None and not self._shelf.of(call.key) and self.options.fallback != "error":
+            players, unpaid = self._shelf.of(call.key), history.refused.unpaid
+            if unpaid is not None and refusal is unpaid.refusal:
+                unpaid.looked(players, budget.now() - begun)
+                players = _NONE
+            if history.refused.unsettled is None and not players and self.options.fallback != "error":
                 self._known_calls.learn(call, _NONE, self._maker.entangled, history)
             raise refusal
 
@@ -353,6 +370,7 @@ class Recorded(Parts, Generic[P, R]):
             apart = self._maker.make_way(call, history, case.blocked)
             history.attempts.tried = True
             why = figures.why(case, self._shelf, self._describer.named, self._backoff.place_of)
+        begun = budget.now()
         try:
             with deferred(), figures.telling(self.name, self._counters) as seconds:
                 player = self._record(call, case.blocked, unplayed, apart=apart)
@@ -360,14 +378,17 @@ class Recorded(Parts, Generic[P, R]):
             with Contained("noted what was refused"):
                 self._backoff.capture_failed(call, refusal, history, changed=case.broken is not None)
             raise
+        finally:
+            self._attempt = budget.now() - begun
+            self._backoff.budget.attempted(self._attempt)
         with Contained("noted what was recorded"):
-            player.seconds, player.why = seconds(), why
+            player.seconds, player.cost, player.why = seconds(), self._attempt, why
+            player.saves = history.timed.saves if history.timed is not None else None
             figures.recorded(self.name, player)
         return player
 
     def _record(self, call: Call, blocked: int, unplayed: ExitStack, *, apart: bool) -> Player:
         history = self._backoff.history(call.key)
-        self._policy.raise_unrewarded(history)
         player = self._maker.record(call, history, blocked, apart, self._backward_kind(), unplayed)
         with Contained("noted what was recorded"):
             self._ledger.add(player)
@@ -389,7 +410,9 @@ class Recorded(Parts, Generic[P, R]):
         optimizers.stepped(self._function)
         history = self._backoff.history(call.key)
         run = LiveRun(self._function, call, history, self._describer, self._counters.live)
+        begun = budget.now()
         result = run.run(args, kwargs)
+        self._backoff.budget.ran(budget.now() - begun)
         if run.device is None:
             return result
         key = (*call.key[:-1], modes())
@@ -421,7 +444,9 @@ class Recorded(Parts, Generic[P, R]):
         notes = history.live.notes if history is not None and isinstance(refusal, Diverged) else None
         again = nullcontext() if notes is None else Nested(waits=True)
         with again, noting(notes):
+            begun = budget.now()
             result = self._function(*args, **kwargs)
+        self._backoff.budget.ran(budget.now() - begun)
         if history is not None:
             history.live.ended = True
         return result

@@ -28,7 +28,7 @@ from ..capture.recording import Recording
 from ..devices.base import Device
 from ..errors import Again, Attached, Decides, Elsewhere, Refusal
 from ..guards.followed_numbers import Fixed, Unfollowed
-from ..guards.hyperparameters import probing
+from ..guards.hyperparameters import Dials, probing
 from ..guards.reachable import Reach
 from ..python.standing import unwound
 from ..state.capturable import fit_to_step
@@ -94,18 +94,23 @@ class Capture:
     evidence: Evidence
     verdict: Verdict
     settlement: Settlement
+    dials: Dials | None = None
 
     def __init__(self, request: Request) -> None:
         self.request = request
 
     def recording(self, unplayed: ExitStack) -> Recording:
         """Run all phases. Until the recording is played, `unplayed` takes the place of the transaction."""
-        with unwound(), ExitStack() as undo:
-            self.enter(undo)
-            self.run()
-            self.judge()
-            self.settle()
-            unplayed.push(self.prepared.grads.unless_played)
+        try:
+            with unwound(), ExitStack() as undo:
+                self.enter(undo)
+                self.run()
+                self.judge()
+                self.settle()
+                unplayed.push(self.prepared.grads.unless_played)
+        except Refusal as refusal:
+            refusal.decided = self.dials.decided() if self.dials is not None else None
+            raise
         return self.settlement.recording()
 
     def enter(self, undo: ExitStack) -> None:
@@ -117,7 +122,7 @@ class Capture:
         request, prepared = self.request, self.prepared
         follow = request.terms.concessions.follow
         with probing(request.reach, follow, prepared.spots) as dials, fit_to_step(request.reach.optimizers):
-            dials.given = prepared.numbers
+            self.dials, dials.given = dials, prepared.numbers
             self.evidence = DryRun(request, prepared, dials).capture(self._copied())
 
     def judge(self) -> None:

@@ -104,6 +104,8 @@ class Report:
         for reason, n in stats.refusals.items():
             refusal = reasons.get(reason, reason)
             yield f"{'not padded' if isinstance(refusal, Unpadded) else 'live'} {n}x: {refusal}"
+        if stats.untried:
+            yield f"{stats.untried} live calls were not tried: the reason is that of an earlier call like them"
         yield from self.remarks
 
 

@@ -37,8 +37,8 @@ class Shelf:
         self.limit = limit
         self.most = most
         self.known = KnownCalls()
-        self.unplayed = 0
-        """Recordings made since one went that was played a second time."""
+        self.gone: Callable[[Player], None] = lambda player: None
+        """Is told of recordings that have to go."""
         self._by_key: dict[Key, list[Player]] = {}
 
     def __len__(self) -> int:
@@ -84,7 +84,6 @@ class Shelf:
 
     def add(self, key: Key, player: Player) -> None:
         """Put a recording on the shelf. Those go for which there is no room any more."""
-        self.unplayed += 1
         self.known.forget(key)
         players = self._by_key.setdefault(key, [])
         # One that copies its results may always be played, but those that need not copy come first. Of several that wait for
@@ -131,8 +130,8 @@ class Shelf:
         gone = list(self)
         self._by_key.clear()
         self.known.clear()
-        self.close(gone)
-        self.unplayed = 0
+        for player in gone:
+            player.close()
 
     def _discard(self, key: Key, unwanted: Callable[[Player], object]) -> list[Player]:
         players = self._by_key.get(key, [])
@@ -146,6 +145,5 @@ class Shelf:
         """Free what these take, which are not on the shelf any more."""
         for player in players:
             self.known.forget(player.recording.key)
+            self.gone(player)
             player.close()
-            if player.played > 1:
-                self.unplayed = 0

@@ -8,7 +8,7 @@ call: only as often as costs next to nothing, and when the witness has heard of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from .._torch.dynamic import Reading
 from ..errors import Refusal
 from ..guards import module_epochs as witness
 from ..guards.entries import Entries, Entry, relied, which
+from ..guards.hyperparameters import DECIDES, Decided
 from ..guards.reachable import Reach
 from ..guards.reliances import is_heard_of
 from ..guards.tensor_states import state_of
@@ -43,7 +44,7 @@ class Standing(NamedTuple):
 class Lasting:
     """The grounds of what is over when somebody says so."""
 
-    def changed(self, _calls: int = 1) -> None:
+    def changed(self, _calls: int = 1, _given: Sequence[object] = ()) -> None:
         """Nothing is."""
 
 
@@ -51,14 +52,16 @@ class Grounds(Entries):
     """What a call relied on that could not be recorded, as far as it is in reach."""
 
     @staticmethod
-    def of(reach: Reach | None, more: Iterable[Holder] = ()) -> Grounds | None:
-        """As it is now, and what these places hold besides; None if that is unknown, or too much."""
+    def of(reach: Reach | None, more: Iterable[Holder] = (), decided: Decided | None = None) -> Grounds | None:
+        """As it is now, and what these places hold besides; None if that is unknown, or too much. What was `decided` by numbers
+        that the call itself changes is compared in each call: there is a look at what else would be decided."""
         if reach is None or reach.truncated:
             return None
-        grounds = Grounds(reach, more)
+        grounds = Grounds(reach, more, decided)
         return grounds if grounds.size <= _MOST else None
 
-    def __init__(self, reach: Reach, more: Iterable[Holder]) -> None:
+    def __init__(self, reach: Reach, more: Iterable[Holder], decided: Decided | None) -> None:
+        self._decided = decided
         # (A learning rate is no reason to refuse a call for more than that one.)
         super().__init__([_entry(relied(h)) for h in (*reach.holders, *more) if h.dial is None], reach.shared)
         tensors = [t for _, t in reach.all_tensors]
@@ -80,8 +83,11 @@ class Grounds(Entries):
         self._heard_change: str | None = None
         self._change: str | None = None
 
-    def changed(self, calls: int = 1) -> str | None:
-        """What is something else than it was, by name, as far as that is known. Each call that asks counts, or so many."""
+    def changed(self, calls: int = 1, given: Sequence[object] = ()) -> str | None:
+        """What is something else than it was, by name, as far as that is known. Each call that asks counts, or so many. It is
+        `given` these numbers."""
+        if self._decided is not None and not self._decided.again(given):
+            return DECIDES
         self._asked = asked = self._asked + calls
         if asked < self._next and witness.epoch == self._epoch:
             return self._change
@@ -119,7 +125,7 @@ class Grounds(Entries):
 def grounds_of(refusal: Refusal) -> Grounds | None:
     """What a refused call has relied on, if that can be told."""
     with suppress(Refusal), Contained("looked at what a refusal relies on"):
-        return Grounds.of(refusal.reach, refusal.places)
+        return Grounds.of(refusal.reach, refusal.places, refusal.decided)
     return None
 
 

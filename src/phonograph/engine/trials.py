@@ -112,13 +112,16 @@ class Trials:
             trial.set_aside(self._shelf.take(trial.key))
             return
         aside = trial.take_back()
+        if turn is not Turn.PLAY:
+            trial.history.timed = timed = trial.timed()
+            for player in aside or self._shelf.of(trial.key):
+                player.saves = timed.saves if timed is not None else None
         if turn is Turn.DROP:
             self._shelf.close(aside)
             self._backoff.refuse(trial.history, trial.verdict(), trial.grounds)
         else:
             self._shelf.put_back(trial.key, aside)
         if turn is not Turn.PLAY:
-            trial.history.timed = trial.timed()
             trial.history.pays = turn is Turn.KEEP
             del self._by_key[trial.key]
 

@@ -59,10 +59,11 @@ from ..values.host_scalars import READS_NUMBER
 from ..values.step_counts import StepCounts, begins, single
 from .reachable import Reach
 
-__all__ = ["Dial", "Dials", "Values", "probing", "reals"]
+__all__ = ["DECIDES", "Decided", "Dial", "Dials", "Values", "probing", "reals"]
 
 _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
                 "NAdam", "RAdam", "ASGD", "Muon", "Rprop") if hasattr(torch.optim, name)])  # fmt: skip
+DECIDES = "a number by which it goes on"
 _FLOATS = {float}
 _NO_NUMBER = (ArithmeticError, TypeError, ValueError)  # by what formulas raise that eager would not have come to
 _LARGEST = struct.unpack("f", b"\xff\xff\x7f\x7f")[0]  # float32: operators refuse to take a larger one
@@ -365,7 +366,7 @@ class Dials:
     @property
     def deciding(self) -> str:
         """What it is that decides otherwise, where it does not fit."""
-        return "a number by which it goes on" if self.spots else "a hyper-parameter that decides what the optimizer does"
+        return DECIDES if self.spots else "a hyper-parameter that decides what the optimizer does"
 
     @property
     def advanced(self) -> list[Spot]:
@@ -434,6 +435,19 @@ class Dials:
         outcome = bool(formula(self.values))
         self._conditions.setdefault(key, (formula, outcome))
         return outcome
+
+    def decided(self) -> Decided | None:
+        """The decisions so far that depend on numbers at spots alone; None if there are none."""
+        there = range(first := len(self._of), self._counts_from)
+        lying = [c for c in self._conditions.values() if {*self._places(c[0])} <= {*there}]
+        return Decided([*self.spots], first, self.given, _decisions(lying)) if lying else None
+
+    def _places(self, formula: Formula) -> set[int]:
+        """The places of the numbers on which this depends."""
+        self._touched.clear()
+        with suppress(*_NO_NUMBER):
+            formula(self.values)
+        return {*self._touched}
 
     def may_fail(self, key: object, formula: Worked) -> None:
         """Let an operation raise what it raises live: that is decided by the real values, too."""
@@ -655,6 +669,23 @@ def _decisions(conditions: Iterable[tuple[Formula, bool]]) -> Callable[[Values],
     outcomes = tuple([outcome for _, outcome in decided])
     now = written([Worked(bool, formula) for formula, _ in decided])
     return lambda values: now(values) == outcomes
+
+
+class Decided(NamedTuple):
+    """Decisions that a call has taken by numbers at these spots, of which the first ones are `given` as arguments."""
+
+    spots: list[Spot]
+    first: int
+    given: Leaves
+    alike: Callable[[Values], bool]
+
+    def again(self, given: Sequence[object]) -> bool:
+        """Whether a call would decide so again, if it is given these."""
+        self.given[:] = given
+        try:
+            return self.alike((*[0.0] * self.first, *[spot.get() for spot in self.spots]))
+        except (*_NO_NUMBER, LookupError):
+            return False
 
 
 class _Settled(NamedTuple):

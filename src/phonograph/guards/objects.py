@@ -291,8 +291,12 @@ class Objects:
         if own is not None and self._is_plain(type(thing)):
             self._selected.append((path, thing, set()))
         elif own is not None:
-            self._hold(object_attributes.attributes(path, thing))
-            self._items(path, own)
+            # No gate hears what is read of torch's own objects. A scheduler outside of the part of the step that ran does not
+            # count: that is known by the names in the code.
+            alone = self._ran is not None and issubclass(type(thing), torch.optim.lr_scheduler.LRScheduler)
+            names = [n for n in own if not self._leaves_alone(n)] if alone else None
+            self._hold(object_attributes.attributes(path, thing, names))
+            self._items(path, own if names is None else {n: own[n] for n in names})
         self._slots(path, thing)
         for kind, enter in _CONTENTS:
             if issubclass(type(thing), kind):
@@ -523,9 +527,12 @@ class Objects:
         if self._leaves_alone("state") and "state" in own:  # it zeroes gradients, say
             self._dicts(path, [d for k, d in own.items() if type(d) in (dict, OrderedDict) and k != "state"])
             self._hold(containers.without(path, own, "state"))
-            self._items(path, {k: x for k, x in own.items() if k != "state"})
+            # Nor does it step, perhaps: in the first of several backwards no learning rate is read.
+            alone = {"state", "param_groups"} if self._leaves_alone("param_groups") else {"state"}
+            self._items(path, {k: x for k, x in own.items() if k not in alone})
             self._seen.add(identity(own["state"]))
-            self._param_groups(path, optimizer)
+            if "param_groups" not in alone:
+                self._param_groups(path, optimizer)
             return
         room = room_of(optimizer)
         if room is not None and any(identity(state) in self._put for state in own["state"].values()):

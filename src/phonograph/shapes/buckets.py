@@ -115,7 +115,7 @@ class Padded(Recorded[..., object]):
         """
         if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
             raise gradients()
-        refusal = self._backoff.still(history)
+        refusal = self._backoff.still(history, given=[call.leaves[at] for at in call.numbers])
         if refusal is not None:
             raise refusal
         player = self._shelf.find(padded).player

@@ -1,6 +1,8 @@
 """C6, C15: gradients that are added up while the last results are still held. Such a loop settles: it makes as many recordings
 as there are forwards in flight, one for what it keeps, and no more."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 import phonograph as pg
 from phonograph.devices import device_for
 from phonograph.engine import recorded
+from phonograph.testing import assert_same
 
 WORDS = 512
 
@@ -236,3 +239,40 @@ def test_c06_c15_loss_kept_on_the_model_settles(device, options):
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
     assert pg.stats(micro).recorded <= 3, pg.explain(micro)
     assert pg.stats(micro).live <= 2
+
+
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+@pytest.mark.parametrize("schedule", [
+    lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
+    lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+])  # fmt: skip
+def test_c06_a_backward_in_which_no_optimizer_steps_relies_on_no_learning_rate(device, schedule):
+    """A scheduler inside keeps the steps live. The backwards between them have nothing to do with it."""
+
+    def made(record):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4).to(device)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
+        scheduler = schedule(optimizer)
+        loop = types.SimpleNamespace(n=0)
+
+        def step(x):
+            loop.n += 1
+            (layer(x).square().mean() / 2).backward()
+            if loop.n % 2 == 0:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+        return record(step), [*layer.parameters()], scheduler
+
+    (ours, mine, rates), (plain, theirs, others) = made(pg.record), made(lambda f: f)
+    for n in range(40):
+        x = torch.full((2, 4), 1.0 + n, device=device)
+        ours(x)
+        plain(x)
+        assert_same(mine, theirs)
+        assert rates.get_last_lr() == others.get_last_lr()
+    stats = pg.stats(ours)
+    assert (stats.recorded, stats.live) == (1, 21), pg.explain(ours)
+    assert [reason for reason in stats.refusals if "last_epoch" not in reason] == []

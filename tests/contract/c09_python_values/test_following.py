@@ -452,3 +452,21 @@ def test_c09_what_a_call_sets_on_its_class(device, step, derived):
         assert_same(f(ramp(device, 3, start=n)), getattr(live, step)(ramp(device, 3, start=n)))
         assert values_of(ours) == values_of(live)
     assert pg.stats(f).replayed >= 9, pg.explain(f)
+TURNS = {
+    "a flag": lambda device, n: (torch.ones(2, device=device), n / 64, n % 2 == 0),
+    "another size": lambda device, n: (torch.ones(2 + n % 3, device=device), n / 64, True),
+    "many words": lambda device, n: (torch.ones(2, device=device), n / 64, "word" * (n % 8)),
+}
+
+
+@pytest.mark.parametrize("kinds", TURNS.values(), ids=TURNS)
+def test_c09_a_number_that_is_another_in_each_call_beside_kinds_that_take_turns(device, kinds):
+    def f(x, c, flag):
+        return x * c if flag else x + c
+
+    recorded = pg.record(f)
+    for n in range(60):
+        assert_same(recorded(*kinds(device, n)), f(*kinds(device, n)))
+    stats = pg.stats(recorded)
+    assert stats.live <= 20, pg.explain(recorded)
+    assert stats.refusals == {}

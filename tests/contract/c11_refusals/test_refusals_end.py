@@ -234,3 +234,48 @@ def test_c11_what_the_call_itself_changes_does_not_end_a_refusal(device, monkeyp
     assert len(attempts) <= 3
     assert steps[0].losses == steps[1].losses
     assert steps[0].seen == steps[1].seen
+
+
+@may_run_live
+@pytest.mark.parametrize("warm", ["number", "string"])
+def test_c11_a_refusal_stands_only_for_calls_that_decide_as_the_refused_one_has(device, warm):
+    """A log of each tenth step, and something else that is over after some: what was refused says nothing of other steps."""
+
+    class Steps:
+        def __init__(self):
+            self.n, self.last, self.kind = 0, None, "warm"
+
+        def step(self, x):
+            y = x * min(1.0, self.n / 20) if warm == "number" else x * (2 if self.kind == "warm" else 3)
+            self.n += 1
+            if self.n % 10 == 0:
+                self.last = y.sum().item()
+            return y
+
+    steps = [Steps(), Steps()]
+    made = iter(steps)
+    both = side_by_side(lambda: next(made).step)
+    for n in range(200):
+        for one in steps:
+            one.kind = "warm" if n < 20 else "trained"
+        both(ramp(device, 4, start=n))
+        assert steps[0].last == steps[1].last
+    live, _, played = counts(both)
+    assert (live <= 25, played >= 175) == (True, True), pg.explain(both.recorded)
+    told = [times for reason, times in pg.stats(both.recorded).refusals.items() if "host" in reason]
+    assert sum(told) <= 20, "calls that read nothing are told as if they had"
+    assert 1 <= pg.stats(both.recorded).untried < sum(told), "those that were tried are counted apart"
+    assert f"{pg.stats(both.recorded).untried} live calls were not tried" in pg.explain(both.recorded)
+
+
+@may_run_live
+def test_c11_a_number_that_is_given_decides_whether_a_refusal_stands(device):
+    def f(x, n, flag):
+        y = x * n
+        return y * y.sum().item() if n % 10 == 0 else y * flag
+
+    g = pg.record(f)
+    for n in range(1, 100):
+        flag = 2.0 if n < 60 else 3.0
+        assert_same(g(ramp(device, 3), n, flag), f(ramp(device, 3), n, flag))
+    assert counts(g)[2] >= 80, pg.explain(g)

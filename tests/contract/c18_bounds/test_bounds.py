@@ -1,10 +1,13 @@
 """C18: recordings and their memory are bounded."""
 
+import itertools
+
 import pytest
 import torch
 
 import phonograph as pg
 from phonograph.devices import device_for
+from phonograph.engine import budget
 from phonograph.memory.spans import Spans
 from tests.helpers import assert_replays, assert_settles, counts, may_run_live, plain, ramp, side_by_side
 
@@ -28,14 +31,16 @@ def test_c18_recordings_fit_in_the_memory_that_they_may_have(device, monkeypatch
 
 
 @may_run_live
-def test_c18_ever_new_shapes_end_in_eager(device):
+def test_c18_ever_new_shapes_end_in_eager(device, monkeypatch):
+    monkeypatch.setattr(budget, "now", itertools.count().__next__)  # each call takes one, and so does a capture
     both = plain(lambda x: x * 2, max_recordings=4)
     for size in range(1, 100):
         both(torch.ones(size, device=device))
         both(torch.ones(size, device=device))
         if size == 60:
             recordings = pg.stats(both.recorded).recorded
-    assert pg.stats(both.recorded).recorded == recordings
+    assert recordings <= 8
+    assert pg.stats(both.recorded).recorded <= recordings + 1  # it is seldom tried again
 
 
 @may_run_live

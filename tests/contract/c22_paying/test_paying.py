@@ -5,6 +5,7 @@ import gc
 import pickle
 import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -14,9 +15,10 @@ from torch import nn
 import phonograph as pg
 from phonograph.compile import graphs
 from phonograph.devices import device_for
+from phonograph.engine import budget, making
 from phonograph.engine import profitability as paying
 from phonograph.testing import SideBySide, assert_same
-from tests.helpers import counts, ramp
+from tests.helpers import counts, may_run_live, ramp
 
 ENOUGH = 60  # calls, after which there is a verdict
 LIVE = 3 * (paying.SAMPLES + 2)  # calls that a trial of three rounds takes to run live, besides the warm-up
@@ -379,3 +381,135 @@ def test_c22_a_step_that_is_recorded_beside_a_model_on_trial_is_not_recorded_ane
     assert_same([*nets[0].parameters()], [*nets[1].parameters()])
     assert pg.stats(recorded).recorded <= 3, pg.explain(recorded)
     assert "changes from call to call" not in pg.explain(recorded)
+
+
+@pytest.mark.parametrize("calls", [0, 12, 16, 28, 40])
+def test_c22_a_trial_that_nobody_goes_on_with_keeps_no_other_function_from_recording(device, takes, calls):
+    takes(played=31, live=24)
+    weights = [nn.Parameter(ramp(device, 3)) for _ in range(2)]
+    kept = nn.Parameter(ramp(device, 3))
+    evaluate = pg.record(lambda x: (x * kept).detach())
+    called(evaluate, ramp(device, 3), calls)
+
+    def micro(x, w):
+        (w * x).sum().backward()
+
+    ours = pg.record(micro, keep="always")
+    for n in range(60):
+        for w, f in zip(weights, (ours, micro), strict=True):
+            f(ramp(device, 3, start=n), w)
+        assert_same(weights[0].grad, weights[1].grad)
+        if n % 2:
+            weights[0].grad = weights[1].grad = None
+    assert pg.stats(ours).live <= 3, pg.explain(ours)
+
+
+class Ticking:
+    """A clock that moves on by one whenever somebody looks at it, and by more for a capture."""
+
+    def __init__(self, monkeypatch, capture):
+        self.time, self.captures = 0, 0
+        self._record, self._capture = making.record, capture
+        monkeypatch.setattr(budget, "now", self.now)
+        monkeypatch.setattr(making, "record", self.record)
+
+    def now(self):
+        self.time += 1
+        return float(self.time)
+
+    def record(self, *args):
+        self.time += self._capture
+        self.captures += 1
+        return self._record(*args)
+
+
+CALLS = 400  # that take one each
+
+
+def _another_value(device):
+    cell = types.SimpleNamespace(t="0")
+
+    def f(x):
+        return x + int(cell.t)
+
+    return f, lambda n: vars(cell).update(t=f"{n}"), lambda n: ramp(device, 3)
+
+
+def _another_weight(device):
+    """As an optimizer does that makes what it keeps anew in each fourth step."""
+    cell = types.SimpleNamespace(w=ramp(device, 3))
+
+    def f(x):
+        return x * cell.w
+
+    return f, lambda n: n % 4 or vars(cell).update(w=ramp(device, 3, start=n)), lambda n: ramp(device, 3)
+
+
+def _each_reads(device):
+    return lambda x: x * x.sum().item(), lambda n: None, lambda n: ramp(device, 2 + n // 3)
+
+
+def _each_is_new_twice(device):
+    return lambda x: x * 2, lambda n: None, lambda n: ramp(device, 2 + n // 2 * 7 % 101)
+
+
+@may_run_live
+@pytest.mark.parametrize("program", [_another_value, _another_weight, _each_reads, _each_is_new_twice])
+def test_c22_attempts_take_a_twentieth_of_the_time_of_the_calls_and_the_first_is_free(device, monkeypatch, program):
+    clock = Ticking(monkeypatch, capture=10)
+    f, change, argument = program(device)
+    recorded = pg.record(f, max_recordings=4)
+    for n in range(CALLS):
+        change(n)
+        assert_same(recorded(argument(n)), f(argument(n)))
+    there = len(recorded._shelf)  # which may still pay
+    assert 1 <= clock.captures <= there + 1 + CALLS / 20 / 10, pg.explain(recorded)
+    stats = pg.stats(recorded)
+    assert sum(stats.refusals.values()) > CALLS / 2, "calls run live, and nobody is told why"
+
+
+def test_c22_what_pays_is_recorded_as_often_as_it_must_be(device, monkeypatch):
+    """Many sizes, of which each is played, and a flag that changes now and then."""
+    clock = Ticking(monkeypatch, capture=10)
+    cell = types.SimpleNamespace(scale="2")
+
+    def f(x):
+        return x * int(cell.scale)
+
+    recorded = pg.record(f)
+    for n in range(CALLS):
+        cell.scale = str(2 + n // 100)
+        x = ramp(device, (3, 7, 4, 9)[n % 4])
+        assert_same(recorded(x), x * int(cell.scale))
+    assert pg.stats(recorded).live <= 32, pg.explain(recorded)
+    assert clock.captures >= 16
+
+
+@may_run_live
+def test_c22_recordings_that_fit_no_more_are_seldom_looked_at(device, monkeypatch):
+    clock = Ticking(monkeypatch, capture=1000)
+    cell = types.SimpleNamespace(w=ramp(device, 3))
+    recorded = pg.record(lambda x: x * cell.w)
+    looks, find = [], recorded._shelf.find
+    monkeypatch.setattr(recorded._shelf, "find", lambda call: looks.append(call) or find(call))
+    for n in range(100):
+        cell.w = ramp(device, 3, start=n)
+        assert_same(recorded(ramp(device, 3)), ramp(device, 3) * cell.w)
+    before = len(looks)
+    for n in range(100):
+        cell.w = ramp(device, 3, start=n)
+        assert_same(recorded(ramp(device, 3)), ramp(device, 3) * cell.w)
+    assert len(looks) - before <= 12, pg.explain(recorded)
+    assert clock.captures <= 2
+
+
+def test_c17_recordings_go_with_their_function_and_wait_for_no_garbage_collector(device):
+    f = called(pg.record(tanh, keep="always"), ramp(device, 3), 5)
+    player = weakref.ref(next(iter(f._shelf)))
+    gc.collect()
+    gc.disable()
+    try:
+        del f
+        assert player() is None
+    finally:
+        gc.enable()
