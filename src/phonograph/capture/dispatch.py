@@ -44,6 +44,7 @@ from .call_memory import CallMemory
 from .control_flow import ControlFlow
 from .digest import Digest
 from .effects import Starts
+from .fixed_values import FixedValues
 from .followed_counts import COUNTING, FollowedCounts
 from .higher_order import branch_or_loop
 from .histories import Histories
@@ -63,7 +64,7 @@ _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _STRIDED = torch.strided
 
 
-class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts):
+class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers):
     """Observer of every operator of one call on one device."""
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
@@ -73,6 +74,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)
+        FixedValues.__init__(self)
         ControlFlow.__init__(self)
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
@@ -181,7 +183,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
             if self.bodies:
                 raise refusal(m.name, " in a branch or loop", "call it outside of that")
             self.communicates(m, args, kwargs)
-        if m.name in COMPARISONS and self.numerals is not None and self._compares(*args[:2]):
+        if m.name in COMPARISONS and not constant and self.numerals is not None and self._compares(*args[:2]):
             with self:
                 return self._compared(m, args, kwargs, site_of(sys._getframe(1)))
         if m.refusable and not constant:
@@ -194,12 +196,15 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                 )
             return args[0] if isinstance(args[0], torch.Tensor) else None
         operands = self._see(m, args, kwargs)
+        fixed = self.of
         if m.name == "aten::_to_copy" and operands and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
             self.casts_weight(operands[0], self.casts.ended)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
         begins = self.captured()
         out = self._run(func, m, args, kwargs, listening)
+        if fixed is not None:
+            self.makes(func, args, kwargs, out, fixed)
         if self.graphs:
             self.graphs[-1].met(operands, out)
         self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
@@ -316,6 +321,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
                 self.refuse_untraced(m, t)
             if self.saved and key in self.saved:
                 self.check_saved(key)
+        self.of = self.made_of(m, tensors, args, kwargs)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:
@@ -345,7 +351,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts)
 
     def is_constant(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operator that reads values at capture reads the same values in each replay."""
-        return False
+        read = operators.read_on_host(m, args, kwargs)
+        return bool(read) and self.reads_fixed(m.name, read, sys._getframe(1))
 
     def only_views(self, m: operators.Meaning, args: Args) -> bool:
         """Whether an operator that may replace a tensor's memory only makes a view here. A device may know."""
