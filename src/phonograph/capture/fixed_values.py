@@ -22,10 +22,9 @@ from .._torch.dynamic import Args, Kwargs
 from .._torch.operators import OpOverload
 from .._torch.tensors import has_memory, is_ordinary, storage_id
 from ..aten import operators
-from ..errors import Decides, Refusal
+from ..errors import Refusal
 from ..python import memory_contents
 from ..python.holders import Holder
-from ..python.origin import users_line
 from ..values.host_scalars import READS_NUMBER, Site, site_of
 from .followed_counts import FollowedCounts
 
@@ -109,6 +108,7 @@ class FixedValues(FollowedCounts):
     def died(self, key: int) -> None:
         super().died(key)
         self._made_of.pop(key, None)
+        self._readers.pop(key, None)
 
     # -- who reads it
 
@@ -121,17 +121,14 @@ class FixedValues(FollowedCounts):
         if self.decisive and site_of(frame) in self.decisive:
             return False
         for key in of - self._readers.keys():
-            self._readers[key] = told = self._told(name, frame)
+            self._readers[key] = told = self.told(name, frame)
             if key not in self.relied_on:
                 self._rely(key, told.where)
         return True
 
-    def _told(self, name: str, frame: FrameType) -> Refusal:
+    def told(self, name: str, frame: FrameType) -> Refusal:
         """What this reader is told if the call writes later what it has read."""
-        told = operators.reads_value(name)
-        refusal = Decides(told.reason, told.remedy, users_line(frame))
-        refusal.site = site_of(frame)
-        return refusal
+        raise NotImplementedError
 
     def _rely(self, key: int, where: str) -> None:
         tensors = self._there()[key]
@@ -149,8 +146,11 @@ class FixedValues(FollowedCounts):
         """A tensor on the host with the values that this one holds in each replay."""
         return t.detach()
 
-    def read_as_fixed(self, t: object, frame: FrameType) -> torch.Tensor | None:
-        """The same for code that reads it in this frame; None if there may be other values."""
+    def read_as_fixed(self, t: object, frame: FrameType, shown: bool) -> torch.Tensor | None:
+        """The same for code that reads it in this frame; None if there may be other values. Where its memory is `shown`, the
+        call must not write it later."""
         if not isinstance(t, torch.Tensor) or not self.reads_fixed(READS_NUMBER.name(), [t], frame):
             return None
+        if shown:
+            self._readers.setdefault(storage_id(t), self.told(READS_NUMBER.name(), frame))
         return self.value(t)

@@ -22,7 +22,7 @@ from ..aten import operators
 from ..errors import Decides, Refusal
 from ..guards.reachable import Reach
 from ..python.handlers import comes_to_something
-from ..values.host_scalars import READS_NUMBER, Numeral, Site, listable, readable
+from ..values.host_scalars import READS_NUMBER, Numeral, Site, listable, readable, site_of
 from ..values.wording import COMPILED
 from .fixed_values import FixedValues
 from .random_states import RandomStates
@@ -67,10 +67,10 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
 
     def reads_number(self, site: Site, name: str = READS_NUMBER.name()) -> NoReturn:
         """The call goes on by a number that is read at this site, by an operator of this name."""
-        found = operators.reads_value(name)
-        refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
-        refusal.site = site
-        raise self.located(refusal)
+        raise self.located(_decides(name, site))
+
+    def told(self, name: str, frame: FrameType) -> Refusal:
+        return self.placed(operators.reads_value(name) if self.numerals is None else _decides(name, site_of(frame)), frame)
 
     def decided(self, t: torch.Tensor, site: Site) -> Thing:
         """The number in this tensor, which is read at this site, if it is known that the call goes on by it; else None."""
@@ -123,3 +123,11 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
     def comes_to_users(self, *, any_kind: bool) -> bool:
         """Whether such an exception would come to code of the user's."""
         return self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)
+
+
+def _decides(name: str, site: Site) -> Decides:
+    """The refusal of an operator of this name, which reads a number at this site by which the call goes on."""
+    found = operators.reads_value(name)
+    refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
+    refusal.site = site
+    return refusal

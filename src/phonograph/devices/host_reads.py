@@ -113,7 +113,7 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
                 if answer is not None:
                     return answer
             if name in _KNOWN and not watch.repeated and (threading.get_ident() == mine or on_thread_of_autograds()):
-                value = watch.read_as_fixed(args[0], sys._getframe(1))
+                value = watch.read_as_fixed(args[0], sys._getframe(1), shown=name not in _READ)
                 if value is not None:
                     return _read_of(value, read, args[1:], kwargs)
             alone = name in _READ and len(args) == 1 and not repeated and threading.get_ident() == mine

@@ -437,9 +437,9 @@ class CudaWatch(DrawsWatch):
         if self._recipes is not None and self._recipes.note(func, args, kwargs, out):
             super().makes(func, args, kwargs, out, of)
 
-    def read_as_fixed(self, t: object, frame: FrameType) -> torch.Tensor | None:
+    def read_as_fixed(self, t: object, frame: FrameType, shown: bool) -> torch.Tensor | None:
         on_host = isinstance(t, torch.Tensor) and t.is_cpu  # which is read itself
-        return None if on_host else super().read_as_fixed(t, frame)
+        return None if on_host else super().read_as_fixed(t, frame, shown)
 
     def value(self, t: torch.Tensor) -> torch.Tensor:
         assert self._recipes is not None
