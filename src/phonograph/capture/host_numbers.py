@@ -43,6 +43,9 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
         """The code that runs the call; what is called by it is the call's."""
         self.numerals: list[weakref.ref[Numeral]] | None = None
         """Those made in this call, where it may hand on numbers."""
+        self.insists = False
+        """Whether a call that writes what it has read will do so again: an earlier one was refused, and many do so only once, to
+        begin with."""
         self.decisive: Set[Site] = frozenset()
         """Where numbers are read by which the call goes on."""
         self.deciding: Callable[[torch.Tensor, Site], object] | None = None
@@ -70,7 +73,9 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
         raise self.located(_decides(name, site))
 
     def told(self, name: str, frame: FrameType) -> Refusal:
-        return self.placed(operators.reads_value(name) if self.numerals is None else _decides(name, site_of(frame)), frame)
+        refusal = operators.reads_value(name) if self.numerals is None or not self.insists else _decides(name, site_of(frame))
+        refusal.final = self.insists
+        return self.placed(refusal, frame)
 
     def decided(self, t: torch.Tensor, site: Site) -> Thing:
         """The number in this tensor, which is read at this site, if it is known that the call goes on by it; else None."""
