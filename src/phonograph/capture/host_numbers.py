@@ -44,7 +44,7 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
         self.numerals: list[weakref.ref[Numeral]] | None = None
         """Those made in this call, where it may hand on numbers."""
         self.insists = False
-        """Whether a call that writes what it has read will do so again: an earlier one was refused, and many do so only once, to
+        """Whether a call that writes what it has read will do so again: the last one was refused, and many do so but once, to
         begin with."""
         self.decisive: Set[Site] = frozenset()
         """Where numbers are read by which the call goes on."""
