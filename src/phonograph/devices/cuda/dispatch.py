@@ -57,7 +57,7 @@ from ...values.wording import operator, source_of
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
-from .fixed_values import Recipes, Watched
+from .fixed_values import Recipes, Watched, bytes_of
 from .host_constants import Room, given, moves
 from .random_states import DrawsWatch
 from .value_checks import Answers
@@ -448,15 +448,14 @@ class CudaWatch(DrawsWatch):
     def held(self, name: str, tensors: Sequence[torch.Tensor], where: str) -> Holder:
         if tensors[0].is_cpu:
             return super().held(name, tensors, where)
-        watched = Watched(name, where)
-        storage = tensors[0].untyped_storage()
+        assert self.room is not None
+        assert self.answers is not None
+        here = bytes_of(tensors[0])
+        before = self.value(here)
+        watched = Watched(name, where, tensors, before)
         with torch_modes.without_modes(), torch.inference_mode(False), torch.no_grad():
-            here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-            assert self.room is not None
-            assert self.answers is not None
-            before = self.room.place(self.value(here))
-            self.answers.add(watched, (here == before).all())
-        return watched.place(name, tensors)
+            self.answers.add(watched, (here == self.room.place(before)).all())
+        return watched.place(name)
 
     def _worked_out(self, func: Any, args: Args, kwargs: Kwargs) -> object:
         """What an operator gives that would read on the host what holds the same in each replay, or copy it there."""

@@ -4,8 +4,9 @@ Nothing runs there during a capture, and nobody may wait for it. So it is noted 
 one, it is made once more, beside the capture: by the same operators, on a stream that is not captured, in memory that is not
 the recording's. What is noted holds none of the call's tensors.
 
-What is outside is compared by versions before each replay. They do not tell of whatever goes around torch, nor of `.data`. So
-each replay looks as well, and what it finds is raised by a later call, as failed checks are (`value_checks.py`).
+What is outside is compared by versions before each replay. They do not tell of `.data`: where that was asked for, or somebody
+has an alias of the memory, the values are compared, for which the host waits. Nor do versions tell of what goes around torch:
+so each replay looks as well, and what it finds is raised by a later call, as failed checks are (`value_checks.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs, Thing
+from ..._torch.dynamic import Args, Kwargs, Reading, Thing
 from ..._torch.modes import below_autograd, without_autocast, without_modes
 from ..._torch.operators import OpOverload
-from ..._torch.tensors import storage_id
+from ..._torch.tensors import storage_id, use_count
 from ...aten import operators
 from ...capture.value_checks import Check
+from ...guards.data_door import data, handed_out
 from ...python.holders import Holder, kept
 from ...python.memory_contents import AT_ONCE
 
-__all__ = ["Recipes", "Watched"]
+__all__ = ["Recipes", "Watched", "bytes_of"]
 
 _UNFILLED = -1
 _UNTOLD = (
@@ -175,17 +177,43 @@ def _on_host(out: Thing) -> Thing:
 
 
 class Watched(Check):
-    """Whether what is outside holds still what it did, which each replay looks at. Where it did not, what has relied on it is
-    not played again."""
+    """Whether the memory of these tensors outside holds still the bytes that it did `before`, which each replay looks at. Where
+    it did not, what has relied on it is not played again."""
 
-    def __init__(self, name: str, where: str) -> None:
+    def __init__(self, name: str, where: str, tensors: Sequence[torch.Tensor], before: torch.Tensor) -> None:
         super().__init__(True, RuntimeError, _UNTOLD.format(name), where)
+        self._tensors, self._before = tensors, before
         self._failed = False
+        self._untold = any(isinstance(t, torch.nn.Parameter) for t in tensors)  # whose `data` is a property of another's
+        self._key = storage_id(tensors[0])
+        data.stay_for(self)
+        self._seen = handed_out(self._key)
 
     def error(self, given: list[object] | None = None) -> Exception:
         self._failed = True
         return super().error(given)
 
-    def place(self, name: str, tensors: Sequence[torch.Tensor]) -> Holder:
-        """The versions of tensors on this memory."""
-        return kept(name, lambda: (self._failed, *[t._version for t in tensors]))._replace(named=lambda path, i, values: path)
+    def place(self, name: str) -> Holder:
+        """What a recording relies on, before each replay."""
+        return kept(name, self._read)._replace(named=lambda path, i, values: path)
+
+    def _read(self) -> Reading:
+        return (self._failed or not self._is_as_before(), *[t._version for t in self._tensors])
+
+    def _is_as_before(self) -> bool:
+        """Whether it holds the same, as far as versions would not tell."""
+        handed = handed_out(self._key)
+        if handed == self._seen and not self._untold and use_count(self._key) <= len(self._tensors):
+            return True
+        if torch.cuda.is_current_stream_capturing():  # nothing is played there
+            return True
+        if not torch.equal(bytes_of(self._tensors[0]).cpu(), self._before):
+            return False
+        self._seen = handed
+        return True
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    """All that lies on the storage of this tensor."""
+    with torch.inference_mode(False), torch.no_grad(), without_modes():
+        return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
