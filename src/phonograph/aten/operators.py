@@ -141,7 +141,7 @@ _REMEDIES_THERE = {
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
 _IN_PACKAGE = (
-    "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights), or "
+    "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights); or "
     'record the model alone; or fallback="split", if the value is most often the same'
 )
 

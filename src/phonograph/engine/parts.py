@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from .._torch.dynamo import run_where_traced
+from .._torch.modules import own_call
 from ..aten.operators import meaning
 from ..autograd.backward import Backward
 from ..capture.recording import Entangled
@@ -46,7 +49,7 @@ class Parts(Binding, Observed):
         self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         super().__init__()
         self._counters = counters = Counters()
-        self._report = Report(self.name, counters, error=options.fallback == "error")
+        self._report = Report(self.name, counters, error=options.fallback == "error", done=[*_done(function, options)])
         self._gate = Gate(function, final=options.fallback != "error")
         marked, calls = options.fallback == "split", functools.partial(getattr, counters, "calls")
         self._describer = describer = Describer(self.name, function, calls, marked)
@@ -187,3 +190,12 @@ def together(recorded: Sequence[Parts], before: Counters) -> Stats:
     """The statistics of several recorded functions as one; `before`: what others counted that are gone."""
     devices = [device for one in recorded for device in one._maker.devices]
     return stats_of(map(counted, recorded), devices, before)
+
+
+def _done(function: Callable[..., object], options: Options) -> Iterator[str]:
+    """The words of advice that whoever records this so has followed."""
+    if options.fallback == "split":
+        yield 'fallback="split"'
+    module = getattr(function, "__self__", None)
+    if isinstance(module, torch.nn.Module) and function in (own_call(module), module.forward):
+        yield "record the model alone"

@@ -172,10 +172,10 @@ class Recorded(Parts, Generic[P, R]):
 
     def _count_free(self, refusal: Refusal) -> None:
         """Count a live call whose reason was reported before."""
-        counters, reason = self._counters, refusal.reason
+        counters = self._counters
         counters.calls += 1
         counters.live += 1
-        counters.refusals[reason] = counters.refusals.get(reason, 0) + 1
+        counters.ran_live(refusal.reason, measures=refusal.measures)
         if self._steps:
             optimizers.stepped(self._function)
 

@@ -166,6 +166,32 @@ def test_c11_a_package_that_reads_a_number_is_to_be_called_outside(device, tmp_p
     assert pg.stats(outside).replayed == 3
 
 
+class Normalised(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+ADVICE = ("record the model alone", 'fallback="split"')
+
+
+@may_run_live
+@pytest.mark.parametrize(("alone", "split"), [(False, False), (True, False), (False, True)], ids=["", "alone", "split"])
+def test_c11_advice_that_was_followed_is_not_given_again(device, tmp_path, alone, split):
+    model = Normalised(installed(tmp_path, "averages.py")["normalised"])
+    f = pg.record(model if alone else lambda x: model(x), fallback="split" if split else "live")
+    if split:  # by a number that is another each time
+        f = pg.record(lambda x: x + torch.full((3,), x.sum(), device=x.device), fallback="split")
+    for n in range(4):
+        f(ramp(device, 3, start=n))
+    told = reasons(f)
+    assert "reads a tensor's value on the host" in told
+    assert (ADVICE[0] in told, ADVICE[1] in told) == (not alone and not split, not split)
+
+
 @may_run_live
 def test_c11_own_code_that_reads_a_number_is_to_keep_it_on_the_device(device):
     f = pg.record(lambda x: x / x.sum().item())
