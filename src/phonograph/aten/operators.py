@@ -87,7 +87,7 @@ UNFILLED = frozenset(f"aten::{name}" for name in (
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "empty_quantized"))  # fmt: skip
 """Operators whose results hold whatever lies there."""
 OF_SHAPES = frozenset(f"aten::{name}" for name in (
-    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"))  # fmt: skip
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))  # fmt: skip
 """Operators that look at what a tensor is, and not at its values."""
 _READS_OF = {"aten::masked_select": 1, "aten::_pack_padded_sequence": 1}  # which argument, where it is not all of them
 # They read lengths or ranges on the host without saying so.

@@ -89,7 +89,8 @@ class FixedValues(FollowedCounts):
             return None
         if self.dials and self.stands_among((*args, *kwargs.values())):
             return None
-        return MADE_OF_NUMBERS if m.constant or m.name in operators.OF_SHAPES else self._all_fixed(tensors)
+        made = m.constant or (m.name in operators.OF_SHAPES and m.plain)  # and not a part of something (out=)
+        return MADE_OF_NUMBERS if made else self._all_fixed(tensors)
 
     def makes(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
         """An operator has given this, or written it, which holds the same in each replay."""

@@ -247,8 +247,8 @@ class Recorded(Parts, Generic[P, R]):
             recurring.gone.clear()
         if recurring.bind(filter(entangled.reaches, call.containers)):
             return self._described(args, kwargs)
-        if entangled and any(map(entangled.meets, call.tensors)):
-            raise Refusal(Entangled.REASON, "pass a clone")
+        if entangled and (refusal := entangled.refusal(call, self._describer.named())) is not None:
+            raise refusal
         if call.borrowed and self._describer.marked:
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call

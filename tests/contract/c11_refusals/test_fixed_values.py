@@ -207,8 +207,16 @@ def set_live(h):
     h.flag.fill_(h.count % 3 > 0)
 
 
+def reads_what_is_not_filled(x, h):
+    here = torch.empty_like(x)
+    here[1:] = x[1:]
+    here[:1].zero_()
+    return x if (here > 0).any() else -x
+
+
 OTHERS = {f.__name__: f for f in (
     reads_then_writes, reads_what_it_has_written, reads_of_its_argument, shows_an_array, reads_in_a_loop, writes_in_a_live_part,
+    reads_what_is_not_filled,
 )}  # fmt: skip
 
 
