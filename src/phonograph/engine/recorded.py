@@ -27,7 +27,6 @@ from .._torch.dynamo import compiling
 from .._torch.skipped_frames import passes_on
 from ..call.signature import Call, modes, stands_in
 from ..capture.live_results import noting
-from ..capture.recording import Entangled
 from ..capture.value_checks import look, lookouts
 from ..devices import lock, owned
 from ..devices.segments import Diverged, TakenBack
