@@ -122,7 +122,7 @@ class CudaWatch(DrawsWatch):
 
     def runs_beside(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
         """What is worked out at once runs there."""
-        self._recipes = Recipes(beside, self._number_made, self._tensor_outside)
+        self._recipes = Recipes(self.device, beside, self._number_made, self._tensor_outside)
 
     def _number_made(self, key: int) -> int | None:
         """How many storages the call had made before this one; None if it has not made it."""

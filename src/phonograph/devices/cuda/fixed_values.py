@@ -72,11 +72,11 @@ class Odd(Exception):
 class Recipes:
     """How the tensors of one call are made that hold the same in each replay."""
 
-    def __init__(self, beside: Callable[[], AbstractContextManager[object]], made: Callable[[int], int | None],
-                 outside: Callable[[int], torch.Tensor | None]) -> None:  # fmt: skip
+    def __init__(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]],
+                 made: Callable[[int], int | None], outside: Callable[[int], torch.Tensor | None]) -> None:  # fmt: skip
         """Work runs at once that is done `beside` the capture. A storage was the so-manieth that the call has `made`, or there
         is a tensor `outside` that lies on it."""
-        self._beside, self._made, self._outside = beside, made, outside
+        self._device, self._beside, self._made, self._outside = device, beside, made, outside
         self._steps: list[_Step] = []
 
     def note(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object) -> bool:
@@ -84,7 +84,7 @@ class Recipes:
         m = operators.meaning(func)
         results = operators.tensors_in((out,), [])
         written = operators.written_by(m, args, kwargs)
-        if all(t.is_cpu for t in (*results, *written)):
+        if all(t.device != self._device for t in (*results, *written)):
             return True  # it has its values here and now
         unread = m.name in operators.OF_SHAPES
         try:
@@ -92,6 +92,8 @@ class Recipes:
             gives, wrote = [self._piece(t) for t in results], [self._piece(t) for t in written]
         except Odd:
             return False
+        if any(isinstance(piece.of, torch.Tensor) for piece in wrote):
+            return False  # it is not to be written again
         reads = frozenset(p.of for p in _pieces(noted, []) if isinstance(p.of, int))
         makes = frozenset(p.of for p in (*gives, *wrote) if isinstance(p.of, int))
         self._steps.append(_Step(func, *noted, gives, reads, makes))
@@ -138,7 +140,7 @@ class Recipes:
             raise Odd
         if unread:
             return _Piece(_UNFILLED, tuple(t.size()), t.stride(), 0, t.dtype, t.device)
-        if t.is_cpu:
+        if t.device != self._device:
             if t.nbytes > AT_ONCE:
                 raise Odd
             with without_modes():
