@@ -39,7 +39,7 @@ class CaptureStream:
         self.reads: list[torch.Tensor] = []  # what the backward of a warm-up call reads of others' memory
         self._streams = {self.stream.cuda_stream: self.stream}
         self._event = torch.cuda.Event()
-        self._beside = torch.cuda.ExternalStream(driver.new_stream(), torch_device)
+        self._beside = _new_stream(torch_device)
 
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         """Whether the current stream is one of these."""
