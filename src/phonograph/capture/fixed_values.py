@@ -103,7 +103,7 @@ class FixedValues(FollowedCounts):
         key = storage_id(t)
         self._made_of.pop(key, None)
         if key in self._readers:
-            raise self._readers[key]
+            raise self._readers.pop(key)  # which its traceback would keep with all else
         super().writes(t, version)
 
     def died(self, key: int) -> None:

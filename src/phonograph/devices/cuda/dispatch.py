@@ -57,7 +57,7 @@ from ...values.wording import operator, source_of
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
-from .fixed_values import Recipes, Watched, bytes_of
+from .fixed_values import Recipes, Versions, Watched, bytes_of
 from .host_constants import Room, given, moves
 from .random_states import DrawsWatch
 from .value_checks import Answers
@@ -122,16 +122,14 @@ class CudaWatch(DrawsWatch):
 
     def runs_beside(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
         """What is worked out at once runs there."""
-        self._recipes = Recipes(self.device, beside, self._number_made, self._tensor_outside)
+        self._recipes = Recipes(self.device, beside)
 
-    def _number_made(self, key: int) -> int | None:
-        """How many storages the call had made before this one; None if it has not made it."""
-        name = self.name_of(key)
+    def _known_as(self, key: int) -> int | torch.Tensor | None:
+        """A tensor outside that lies on this storage, or how many storages the call had made before it."""
+        outside, name = self._there().get(key), self.name_of(key)
+        if outside and key not in self.slot_ids:
+            return outside[0]
         return name if isinstance(name, int) else None
-
-    def _tensor_outside(self, key: int) -> torch.Tensor | None:
-        found = self._there().get(key) if key not in self.slot_ids else None
-        return found[0] if found else None
 
     @property
     def dropout(self) -> cuda_dropout.Dropout | None:
@@ -434,7 +432,7 @@ class CudaWatch(DrawsWatch):
     # -- what holds the same in each replay
 
     def makes(self, func: Any, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
-        if self._recipes is not None and self._recipes.note(func, args, kwargs, out):
+        if self._recipes is not None and self._recipes.note(func, args, kwargs, out, self._known_as):
             super().makes(func, args, kwargs, out, of)
 
     def read_as_fixed(self, t: object, frame: FrameType, shown: bool) -> torch.Tensor | None:
@@ -443,7 +441,7 @@ class CudaWatch(DrawsWatch):
 
     def value(self, t: torch.Tensor) -> torch.Tensor:
         assert self._recipes is not None
-        return self._recipes.value(t)
+        return self._recipes.value(t, self._known_as)
 
     def held(self, name: str, tensors: Sequence[torch.Tensor], where: str) -> Holder:
         if tensors[0].is_cpu:
@@ -452,15 +450,15 @@ class CudaWatch(DrawsWatch):
         assert self.answers is not None
         here = bytes_of(tensors[0])
         before = self.value(here)
-        watched = Watched(name, where, tensors, before)
+        watched = Watched(name, where)
         with torch_modes.without_modes(), torch.inference_mode(False), torch.no_grad():
             self.answers.add(watched, (here == self.room.place(before)).all())
-        return watched.place(name)
+        return Versions(watched, tensors, before).place(name)
 
     def _worked_out(self, func: Any, args: Args, kwargs: Kwargs) -> object:
         """What an operator gives that would read on the host what holds the same in each replay, or copy it there."""
         assert self._recipes is not None
-        found = self._recipes.result(func, args, kwargs)
+        found = self._recipes.result(func, args, kwargs, self._known_as)
         if meaning(func).copies:
             self._begins(found.untyped_storage())
             return found

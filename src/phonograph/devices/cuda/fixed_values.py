@@ -27,7 +27,7 @@ from ...guards.data_door import data, handed_out
 from ...python.holders import Holder, kept
 from ...python.memory_contents import AT_ONCE
 
-__all__ = ["Recipes", "Watched", "bytes_of"]
+__all__ = ["Known", "Recipes", "Versions", "Watched", "bytes_of"]
 
 _UNFILLED = -1
 _UNTOLD = (
@@ -35,6 +35,11 @@ _UNTOLD = (
     "replays have gone on by what it held before. Write it as it is (copy_, fill_), or call pg.reset on the recorded function "
     "when it has changed"
 )
+
+
+Known = Callable[[int], int | torch.Tensor | None]
+"""How many storages the call had made before this one, or a tensor outside that lies on it. (It is told each time: who knows it
+has what is noted, and would else keep itself.)"""
 
 
 class _Piece(NamedTuple):
@@ -72,14 +77,12 @@ class Odd(Exception):
 class Recipes:
     """How the tensors of one call are made that hold the same in each replay."""
 
-    def __init__(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]],
-                 made: Callable[[int], int | None], outside: Callable[[int], torch.Tensor | None]) -> None:  # fmt: skip
-        """Work runs at once that is done `beside` the capture. A storage was the so-manieth that the call has `made`, or there
-        is a tensor `outside` that lies on it."""
-        self._device, self._beside, self._made, self._outside = device, beside, made, outside
+    def __init__(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]]) -> None:
+        """Work on the device runs at once that is done `beside` the capture."""
+        self._device, self._beside = device, beside
         self._steps: list[_Step] = []
 
-    def note(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object) -> bool:
+    def note(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, known: Known) -> bool:
         """An operator has given this. False if it could not be called again."""
         m = operators.meaning(func)
         results = operators.tensors_in((out,), [])
@@ -88,8 +91,8 @@ class Recipes:
             return True  # it has its values here and now
         unread = m.name in operators.OF_SHAPES
         try:
-            noted = self._noted(args, unread), self._noted(kwargs, unread)
-            gives, wrote = [self._piece(t) for t in results], [self._piece(t) for t in written]
+            noted = self._noted(args, known, unread), self._noted(kwargs, known, unread)
+            gives, wrote = [self._piece(t, known) for t in results], [self._piece(t, known) for t in written]
         except Odd:
             return False
         if any(isinstance(piece.of, torch.Tensor) for piece in wrote):
@@ -99,14 +102,14 @@ class Recipes:
         self._steps.append(_Step(func, *noted, gives, reads, makes))
         return True
 
-    def value(self, t: torch.Tensor) -> torch.Tensor:
+    def value(self, t: torch.Tensor, known: Known) -> torch.Tensor:
         """A tensor on the host with the values that this one holds."""
-        found: torch.Tensor = self.result(torch.ops.aten.alias.default, (t.detach(),), {})
+        found: torch.Tensor = self.result(torch.ops.aten.alias.default, (t.detach(),), {}, known)
         return found
 
-    def result(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    def result(self, func: OpOverload, args: Args, kwargs: Kwargs, known: Known) -> Any:
         """What this operator gives, with tensors on the host."""
-        noted = self._noted(args), self._noted(kwargs)
+        noted = self._noted(args, known), self._noted(kwargs, known)
         needed = self._needed({p.of for p in _pieces(noted, []) if isinstance(p.of, int)})
         with torch.inference_mode(False), without_modes(), without_autocast(), below_autograd(), self._beside():
             storages: dict[int, torch.UntypedStorage] = {}
@@ -126,16 +129,16 @@ class Recipes:
                 wanted |= step.reads
         return found[::-1]
 
-    def _noted(self, value: Thing, unread: bool = False) -> Thing:
+    def _noted(self, value: Thing, known: Known, unread: bool = False) -> Thing:
         if isinstance(value, torch.Tensor):
-            return self._piece(value, unread)
+            return self._piece(value, known, unread)
         if isinstance(value, (list, tuple)):
-            return type(value)([self._noted(v, unread) for v in value])
+            return type(value)([self._noted(v, known, unread) for v in value])
         if isinstance(value, dict):
-            return {k: self._noted(v, unread) for k, v in value.items()}
+            return {k: self._noted(v, known, unread) for k, v in value.items()}
         return value
 
-    def _piece(self, t: torch.Tensor, unread: bool = False) -> Thing:
+    def _piece(self, t: torch.Tensor, known: Known, unread: bool = False) -> Thing:
         if t.is_conj() or t.is_neg():
             raise Odd
         if unread:
@@ -145,9 +148,7 @@ class Recipes:
                 raise Odd
             with without_modes():
                 return t.detach().clone()
-        key = storage_id(t)
-        outside, made = self._outside(key), self._made(key)
-        of = outside if outside is not None else made
+        of = known(storage_id(t))
         if of is None:
             raise Odd
         return _Piece(of, tuple(t.size()), t.stride(), int(t.storage_offset()), t.dtype, t.device)
@@ -179,28 +180,35 @@ def _on_host(out: Thing) -> Thing:
 
 
 class Watched(Check):
-    """Whether the memory of these tensors outside holds still the bytes that it did `before`, which each replay looks at. Where
-    it did not, what has relied on it is not played again."""
+    """Whether memory outside holds still what it did, which each replay looks at. (Who keeps the answers keeps this, for as long
+    as there is room for others.)"""
 
-    def __init__(self, name: str, where: str, tensors: Sequence[torch.Tensor], before: torch.Tensor) -> None:
+    def __init__(self, name: str, where: str) -> None:
         super().__init__(True, RuntimeError, _UNTOLD.format(name), where)
-        self._tensors, self._before = tensors, before
-        self._failed = False
+        self.failed = False
+
+    def error(self, given: list[object] | None = None) -> Exception:
+        self.failed = True
+        return super().error(given)
+
+
+class Versions:
+    """Those of tensors outside on one storage, which held these bytes `before`. What has relied on them is not played again
+    where that was found to be `watched` in vain."""
+
+    def __init__(self, watched: Watched, tensors: Sequence[torch.Tensor], before: torch.Tensor) -> None:
+        self._watched, self._tensors, self._before = watched, tensors, before
         self._untold = any(isinstance(t, torch.nn.Parameter) for t in tensors)  # whose `data` is a property of another's
         self._key = storage_id(tensors[0])
         data.stay_for(self)
         self._seen = handed_out(self._key)
-
-    def error(self, given: list[object] | None = None) -> Exception:
-        self._failed = True
-        return super().error(given)
 
     def place(self, name: str) -> Holder:
         """What a recording relies on, before each replay."""
         return kept(name, self._read)._replace(named=lambda path, i, values: path)
 
     def _read(self) -> Reading:
-        return (self._failed or not self._is_as_before(), *[t._version for t in self._tensors])
+        return (self._watched.failed or not self._is_as_before(), *[t._version for t in self._tensors])
 
     def _is_as_before(self) -> bool:
         """Whether it holds the same, as far as versions would not tell."""
