@@ -180,7 +180,7 @@ def _on_host(out: Thing) -> Thing:
 
 
 class Watched(Check):
-    """Whether memory outside holds still what it did, which each replay looks at. (Who keeps the answers keeps this, for as long
+    """Whether memory outside holds still what it did, which each replay looks at. (Who keeps answers keeps this, for as long
     as there is room for others.)"""
 
     def __init__(self, name: str, where: str) -> None:
