@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 import torch
 
 from .._torch.dynamic import Args, Kwargs, Thing
-from .._torch.tensors import storage_id
+from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
 from ..guards.hyperparameters import Dials
 from .call_memory import CallMemory
@@ -58,6 +58,6 @@ class FollowedCounts(CallMemory):
                 return True
             if isinstance(x, (list, tuple)) and self.stands_among(x):
                 return True
-            if isinstance(x, torch.Tensor) and storage_id(x) not in self.known and self.dials.stands_in(x):
+            if isinstance(x, torch.Tensor) and has_memory(x) and storage_id(x) not in self.known and self.dials.stands_in(x):
                 return True
         return False
