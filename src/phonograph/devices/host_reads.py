@@ -22,6 +22,7 @@ from .._torch.tensors import has_memory
 from ..aten import operators
 from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
+from ..python.origin import is_ours
 from ..values.host_scalars import Site, readable, site_of
 from ..values.wording import source_of
 
@@ -112,7 +113,8 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
                 answer = watch.answered(args[0], sys._getframe(1))
                 if answer is not None:
                     return answer
-            if name in _KNOWN and not watch.repeated and (threading.get_ident() == mine or on_thread_of_autograds()):
+            concerned = threading.get_ident() == mine or on_thread_of_autograds()
+            if name in _KNOWN and concerned and not watch.repeated and not is_ours(sys._getframe(1).f_code.co_filename):
                 value = watch.read_as_fixed(args[0], sys._getframe(1), shown=name not in _READ)
                 if value is not None:
                     return _read_of(value, read, args[1:], kwargs)
@@ -121,7 +123,6 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
                 found = _number(watch, name, args[0], site_of(sys._getframe(1)))
                 if found is not None:
                     return found
-            concerned = threading.get_ident() == mine or on_thread_of_autograds()
             refusal = judge(watch, name, args, kwargs) if concerned else None
             if refusal is None:
                 return read(*args, **kwargs)

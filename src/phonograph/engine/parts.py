@@ -196,6 +196,6 @@ def _done(function: Callable[..., object], options: Options) -> Iterator[str]:
     """The words of advice that whoever records this so has followed."""
     if options.fallback == "split":
         yield 'fallback="split"'
-    module = getattr(function, "__self__", None)
-    if isinstance(module, torch.nn.Module) and function in (own_call(module), module.forward):
+    module, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(module, torch.nn.Module) and name in (own_call(module).__name__, "forward"):
         yield "record the model alone"

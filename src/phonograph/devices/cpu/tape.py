@@ -346,8 +346,7 @@ class Tape(OperatorWatch):
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""
-        with without_modes():
-            found = bool(answer.item())
+        found = bool(_read(answer))  # by no code of the call
         self._may_raise(CHECKS)
         if found is not check.good:  # here and now: the live call raises
             raise self.located(Refusal(f"{CHECKS} fails", "see the exception", failed=True))
