@@ -100,6 +100,9 @@ class Refusal(Exception):
     places: Any = ()
     decided: Any = None
 
+    measures = False
+    """Whether nothing stands in the way: the call runs live to be timed."""
+
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         advice = f" ({self.remedy})" if self.remedy else ""

@@ -18,6 +18,7 @@ class Stats:
 
     `recorded` counts recordings made (not those kept), `replayed` calls answered by a recording, the one that was just
     captured included; `refusals` maps reasons to the number of calls they made run live (a reason not to pad counts once);
+    `timed` of the live calls were made to find out whether a recording pays, and for no such reason;
     `bytes_copied` are bytes of arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's
     devices share; `recording_seconds` were spent on captures, those that failed included (two `Stats` are equal whatever these
     are); a call is `steps` steps of the function; `untried` are those live calls that were not tried, because an earlier one
@@ -34,6 +35,7 @@ class Stats:
     recording_seconds: float = field(default=0.0, compare=False)
     steps: int = 1
     untried: int = field(default=0, compare=False)
+    timed: int = 0
 
 
 @dataclass
@@ -48,9 +50,13 @@ class Counters:
     refusals: dict[str, int] = field(default_factory=dict)
     recording_seconds: float = 0.0
     untried: int = 0
+    timed: int = 0
 
-    def refuse(self, reason: str) -> bool:
-        """Count a call that ran live for this reason; True if it is the first."""
+    def ran_live(self, reason: str, *, measures: bool = False) -> bool:
+        """Count a call that ran live for this reason, or to be timed; True if it is the first for a reason."""
+        if measures:
+            self.timed += 1
+            return False
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
         return self.refusals[reason] == 1
 
@@ -60,12 +66,12 @@ class Counters:
             self.calls + other.calls, self.live + other.live, self.recorded + other.recorded,
             self.replayed + other.replayed, self.bytes_copied + other.bytes_copied,
             {r: self.refusals.get(r, 0) + other.refusals.get(r, 0) for r in reasons},
-            self.recording_seconds + other.recording_seconds, self.untried + other.untried,
+            self.recording_seconds + other.recording_seconds, self.untried + other.untried, self.timed + other.timed,
         )  # fmt: skip
 
     def stats(self, pool_bytes: int) -> Stats:
         return Stats(self.calls, self.live, self.recorded, self.replayed, MappingProxyType(dict(self.refusals)),
-                     self.bytes_copied, pool_bytes, self.recording_seconds, untried=self.untried)  # fmt: skip
+                     self.bytes_copied, pool_bytes, self.recording_seconds, untried=self.untried, timed=self.timed)  # fmt: skip
 
 
 class Observed:

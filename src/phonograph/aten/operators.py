@@ -22,8 +22,9 @@ from ..python.origin import in_package
 from ..values.wording import MARKED, source_of
 from .collectives import COLLECTIVES, communicates
 
-__all__ = ["MASKED", "Meaning", "bytes_written", "can_run_live", "check", "constant", "made_integers", "meaning", "operands",
-           "reaches_beside", "reads_value", "remedy", "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
+__all__ = ["MASKED", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check", "constant", "made_integers",
+           "meaning", "operands", "reaches_beside", "read_on_host", "reads_value", "remedy", "tensors_in", "written_by",
+           "written_one_by_one"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -85,6 +86,13 @@ _SHAPE_KNOWN_IF = {
 _MASKED_WRITES = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"}
 MASKED = frozenset({"aten::index", *_MASKED_WRITES})
 """Operators that may be given masks as indices."""
+UNFILLED = frozenset(f"aten::{name}" for name in (
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "empty_quantized"))  # fmt: skip
+"""Operators whose results hold whatever lies there."""
+OF_SHAPES = frozenset(f"aten::{name}" for name in (
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))  # fmt: skip
+"""Operators that look at what a tensor is, and not at its values."""
+_READS_OF = {"aten::masked_select": 1, "aten::_pack_padded_sequence": 1}  # which argument, where it is not all of them
 # They read lengths or ranges on the host without saying so.
 _READS_HOST = {"aten::_pack_padded_sequence", "aten::fbgemm_linear_quantize_weight", "aten::_cslt_sparse_mm_search"}
 # An operator that answers with a plain value has read one, but for these, which answer from what is known without.
@@ -143,7 +151,7 @@ _REMEDIES_THERE = {
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
 _IN_PACKAGE = (
-    "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights), or "
+    "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights); or "
     'record the model alone; or fallback="split", if the value is most often the same'
 )
 
@@ -256,6 +264,16 @@ def written_by(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) ->
     return found
 
 
+def read_on_host(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
+    """The tensors whose values this call of the operator reads on the host: to answer, or to know a size."""
+    if m.name in MASKED:
+        return [i for i in tensors_in(args[1], []) if _is_mask(i)]
+    if not (m.reads_host or m.shape_from_data):
+        return []
+    at = _READS_OF.get(m.name, -1)
+    return operands(args, kwargs) if at < 0 else tensors_in(args[at], [])
+
+
 def bytes_written(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[int]:
     """The bytes of each storage that this call of the operator may write."""
     return [t.untyped_storage().nbytes() for t in written_by(m, args, kwargs)]
@@ -330,4 +348,8 @@ def reads_value(name: str = _READS_NUMBER, said: Callable[[str], str] = source_o
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    return any(isinstance(i, torch.Tensor) and _is_mask(i) for i in indices)
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)

@@ -43,6 +43,7 @@ from .call_memory import CallMemory
 from .control_flow import ControlFlow
 from .digest import Digest
 from .exports import Exports
+from .fixed_values import FixedValues
 from .followed_counts import COUNTING, FollowedCounts
 from .higher_order import branch_or_loop
 from .histories import Histories
@@ -62,7 +63,7 @@ _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _STRIDED = torch.strided
 
 
-class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts, Exports):
+class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
     """Observer of every operator of one call on one device."""
 
     calls_operators = False
@@ -75,6 +76,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts,
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)
+        FixedValues.__init__(self)
         ControlFlow.__init__(self)
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
@@ -187,7 +189,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts,
             if self.bodies:
                 raise refusal(m.name, " in a branch or loop", "call it outside of that")
             self.communicates(m, args, kwargs)
-        if m.name in COMPARISONS and self.numerals is not None and self._compares(*args[:2]):
+        if m.name in COMPARISONS and not constant and self.numerals is not None and self._compares(*args[:2]):
             with self:
                 return self._compared(m, args, kwargs, site_of(sys._getframe(1)))
         if m.refusable and not constant:
@@ -203,12 +205,15 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts,
             raise Refusal(f"{source_of(m.name)} under autocast works in types of which torch does not tell",
                           "call it where autocast is off: with torch.autocast(device_type, enabled=False)")  # fmt: skip
         operands = self._see(m, args, kwargs)
+        fixed = self.of
         if m.name == "aten::_to_copy" and operands and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
             self.casts_weight(operands[0], self.casts.ended)
         self.operators += 1
         sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
         begins = self.captured()
         out = self._run(func, m, args, kwargs, listening)
+        if fixed is not None:
+            self.makes(func, args, kwargs, out, fixed)
         if self.graphs:
             self.graphs[-1].met(operands, out)
         self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
@@ -327,6 +332,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts,
                 self.refuse_untraced(m, t)
             if self.saved and key in self.saved:
                 self.check_saved(key)
+        self.of = self.made_of(m, tensors, args, kwargs)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:
@@ -356,7 +362,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, FollowedCounts,
 
     def is_constant(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operator that reads values at capture reads the same values in each replay."""
-        return False
+        read = operators.read_on_host(m, args, kwargs)
+        return bool(read) and self.reads_fixed(m.name, read, sys._getframe(1))
 
     def only_views(self, m: operators.Meaning, args: Args) -> bool:
         """Whether an operator that may replace a tensor's memory only makes a view here. A device may know."""

@@ -209,11 +209,13 @@ _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update", "a
 
 _DRAWS = {"random", "getrandbits"}  # all other methods of Python's generators are made of these
 
-told_names = frozenset({f.__name__ for f in (*_FUNCTIONS, _RANK)} | _BY_NAME.keys() | _OF_C10D.keys() | _CHANGES | _DRAWS | {EXPORT})
+_ASKED = {*_DRAWS, EXPORT, _RANK.__name__}
+
+told_names = frozenset({f.__name__ for f in _FUNCTIONS} | _BY_NAME.keys() | _OF_C10D.keys() | _CHANGES | _ASKED)
 """The names of all built-in functions and methods that may be an effect: any other needs no further look."""
 
 _EFFECTS = [(f.__name__, e) for f, e in _FUNCTIONS.items()] + [(n, e) for n, rules in _BY_NAME.items() for _, e in rules]
-_LIBRARY_NAMES = frozenset([*_DRAWS, EXPORT, "matrix_rank", *(n for n, e in _EFFECTS if e.by in (ANYONE, OTHERS))])
+_LIBRARY_NAMES = frozenset([*_ASKED, *(n for n, e in _EFFECTS if e.by in (ANYONE, OTHERS))])
 _STDLIB_NAMES = _LIBRARY_NAMES | {n for n, e in _EFFECTS if e.by is USERS} | {"_urandom"}  # as `random` calls os.urandom
 
 

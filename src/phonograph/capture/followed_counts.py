@@ -6,8 +6,8 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from .._torch.dynamic import Args, Kwargs
-from .._torch.tensors import storage_id
+from .._torch.dynamic import Args, Kwargs, Thing
+from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
 from ..guards.hyperparameters import Dials
 from .call_memory import CallMemory
@@ -53,3 +53,15 @@ class FollowedCounts(CallMemory):
         """Stop following hyper-parameters that an operator outside of the graph takes."""
         if self.dials and any(type(v) is float and v in self.dials.formulas for v in values):
             self.dials.lost = True
+
+    def stands_among(self, values: Sequence[Thing]) -> bool:
+        """Whether one of these stands for a number that is followed, or a tensor has one that does."""
+        assert self.dials is not None
+        for x in values:
+            if type(x) is float and x in self.dials.formulas:
+                return True
+            if isinstance(x, (list, tuple)) and self.stands_among(x):
+                return True
+            if isinstance(x, torch.Tensor) and has_memory(x) and storage_id(x) not in self.known and self.dials.stands_in(x):
+                return True
+        return False

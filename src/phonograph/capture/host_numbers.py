@@ -22,9 +22,9 @@ from ..aten import operators
 from ..errors import Decides, Refusal
 from ..guards.reachable import Reach
 from ..python.handlers import comes_to_something
-from ..values.host_scalars import READS_NUMBER, Numeral, Site, listable, readable
+from ..values.host_scalars import READS_NUMBER, Numeral, Site, listable, readable, site_of
 from ..values.wording import COMPILED
-from .call_memory import CallMemory
+from .fixed_values import FixedValues
 from .random_states import RandomStates
 from .refusals import Refusals
 from .value_checks import Check
@@ -34,7 +34,7 @@ __all__ = ["CHECKS", "HostNumbers"]
 CHECKS = "a check of torch's"  # in reasons
 
 
-class HostNumbers(CallMemory, Refusals, RandomStates):
+class HostNumbers(FixedValues, Refusals, RandomStates):
     """Answers code of one call that asks for numbers on the host."""
 
     def __init__(self, device: torch.device, reach: Reach) -> None:
@@ -43,6 +43,9 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
         """The code that runs the call; what is called by it is the call's."""
         self.numerals: list[weakref.ref[Numeral]] | None = None
         """Those made in this call, where it may hand on numbers."""
+        self.insists = False
+        """Whether a call that writes what it has read will do so again: the last one was refused, and many do so but once, to
+        begin with."""
         self.decisive: Set[Site] = frozenset()
         """Where numbers are read by which the call goes on."""
         self.deciding: Callable[[torch.Tensor, Site], object] | None = None
@@ -67,10 +70,12 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
 
     def reads_number(self, site: Site, name: str = READS_NUMBER.name()) -> NoReturn:
         """The call goes on by a number that is read at this site, by an operator of this name."""
-        found = operators.reads_value(name)
-        refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
-        refusal.site = site
-        raise self.located(refusal)
+        raise self.located(_decides(name, site))
+
+    def told(self, name: str, frame: FrameType) -> Refusal:
+        refusal = operators.reads_value(name) if self.numerals is None or not self.insists else _decides(name, site_of(frame))
+        refusal.final = self.insists
+        return self.placed(refusal, frame)
 
     def decided(self, t: torch.Tensor, site: Site) -> Thing:
         """The number in this tensor, which is read at this site, if it is known that the call goes on by it; else None."""
@@ -123,3 +128,11 @@ class HostNumbers(CallMemory, Refusals, RandomStates):
     def comes_to_users(self, *, any_kind: bool) -> bool:
         """Whether such an exception would come to code of the user's."""
         return self._generators_catch or comes_to_something(sys._getframe(1), self.outermost, any_kind=any_kind)
+
+
+def _decides(name: str, site: Site) -> Decides:
+    """The refusal of an operator of this name, which reads a number at this site by which the call goes on."""
+    found = operators.reads_value(name)
+    refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
+    refusal.site = site
+    return refusal

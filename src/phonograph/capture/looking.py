@@ -128,6 +128,8 @@ class LookingWatch(OperatorWatch):
 
     def is_constant(self, m: operators.Meaning, args: Any, kwargs: Any) -> bool:
         """Optimizers read their step counts, which are followed."""
+        if super().is_constant(m, args, kwargs):
+            return True
         return m.reads_host and bool(self._steps) and has_memory(args[0]) and storage_id(args[0]) in self._steps
 
     def answered(self, t: torch.Tensor, frame: FrameType) -> bool | None:

@@ -11,6 +11,7 @@ import torch
 
 from .._torch.dynamic import Leaves
 from ..call.signature import Call, Key
+from ..errors import Refusal
 from ..guards.attribute_effects import Left
 from ..guards.reliances import Reliances
 from ..guards.snapshot import Setting
@@ -20,12 +21,15 @@ from ..memory.spans import Spans
 from ..python.identity import identity
 from ..values.container_edits import Edit
 from ..values.pytree_nodes import Node
+from ..values.pytree_paths import path_to
+from ..values.wording import Naming
 from .breaks import Break
 from .origins import Origin
 
 __all__ = [
     "BEGINS_ANEW",
     "MEMORY",
+    "TWICE",
     "Entangled",
     "Made",
     "Output",
@@ -40,6 +44,7 @@ __all__ = [
 
 MEMORY = "the memory that it used"  # as what a recording has lost
 BEGINS_ANEW = "what dropout of cuDNN's draws from, since the generator was seeded"  # by the next live call
+TWICE = "which it can reach by another name as well, or which shares memory with a tensor it writes"  # of an argument
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
@@ -174,7 +179,12 @@ class Entangled:
         self.spans = Spans(self._storages)
         """Where they lie: another object after each change."""
 
-    REASON = "gets an argument that it can reach by another name as well, or that shares memory with a tensor it writes"
+    def refusal(self, call: Call, naming: Naming) -> Refusal | None:
+        """Why a call cannot be recorded or played that gets such a tensor; None if it gets none."""
+        i = next((i for i, t in enumerate(call.tensors) if self.meets(t)), None)
+        if i is None:
+            return None
+        return Refusal(f"gets `{naming(path_to(call.shape, call.places[i]))}`, {TWICE}", "pass a clone")
 
     def __bool__(self) -> bool:
         return bool(self._storages or self._ids)

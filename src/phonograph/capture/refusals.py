@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 from ..errors import Refusal
 from ..python.origin import runs_through, users_line
@@ -43,10 +44,16 @@ class Refusals:
         """Refuse what reads a tensor's memory without an operator."""
         raise self.located(refusal)
 
+    def placed(self, refusal: Refusal, frame: FrameType) -> Refusal:
+        """The refusal with the user's line, of what runs in this frame; nobody has been refused yet."""
+        refusal.where = users_line(frame)
+        refusal.remedy = next((r for at, r in _REMEDIES.items() if runs_through(frame, at)), refusal.remedy)
+        return refusal
+
     def located(self, refusal: Refusal) -> Refusal:
         """The refusal with the user's line."""
-        refusal.where = refusal.where or users_line(sys._getframe(2))
-        refusal.remedy = next((r for at, r in _REMEDIES.items() if runs_through(sys._getframe(2), at)), refusal.remedy)
+        if not refusal.where:
+            self.placed(refusal, sys._getframe(2))
         # User code may catch every exception; the first refusal counts even if it never arrives at the recorder.
         self.refusal = self.refusal or refusal
         self.noticed.append(refusal)

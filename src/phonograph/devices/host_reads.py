@@ -17,10 +17,12 @@ import torch
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Args, Kwargs
+from .._torch.modes import without_modes
 from .._torch.tensors import has_memory
 from ..aten import operators
 from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
+from ..python.origin import is_ours
 from ..python.standing import standing
 from ..values.host_scalars import Site, readable, site_of
 from ..values.wording import source_of
@@ -38,6 +40,10 @@ READS = ("numpy", *LISTED, "__array__", "__dlpack__", "tensor_split", "__reduce_
 TRUTH = "__bool__"  # which torch asks for in order to raise, too
 NUMBERS = ("__float__", "__int__", "__index__", TRUTH, "__complex__")
 _READ = (*_NUMBERS_OF, *NUMBERS)
+
+_KNOWN = (*_READ, "numpy", "__array__")  # what reads values, and gives no way to write them
+
+_answering = threading.local()  # it reads what stands for a tensor
 
 Judge = Callable[[OperatorWatch, str, Args, Kwargs], Refusal | None]
 
@@ -77,6 +83,20 @@ def _number(watch: OperatorWatch, name: str, t: torch.Tensor, site: Site) -> obj
     return None if number is None else getattr(number, name)() if name != "__index__" else operator.index(number)
 
 
+def _read_of(value: torch.Tensor, read: Callable[..., Any], args: Args, kwargs: Kwargs) -> object:
+    """What is read of a tensor that stands for another. An array of it is nobody's to write: that one would not change."""
+    _answering.now = True
+    try:
+        with without_modes():
+            found = read(value, *args, **kwargs)
+    finally:
+        _answering.now = False
+    if hasattr(found, "setflags"):
+        found = found.copy()
+        found.setflags(write=False)
+    return found
+
+
 @contextmanager
 def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge) -> Iterator[None]:
     """During the block, functions of these names ask before they read, on this thread."""
@@ -85,6 +105,8 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
     def asking(name: str, read: Callable[..., object]) -> Callable[..., object]:
         @wraps(read)
         def ask(*args: Any, **kwargs: object) -> object:
+            if getattr(_answering, "now", False):
+                return read(*args, **kwargs)
             repeated = watch.repeated and threading.get_ident() == mine
             if repeated and name in (ITEM, TRUTH):
                 return read(*args, **kwargs)
@@ -92,12 +114,16 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
                 answer = watch.answered(args[0], sys._getframe(1))
                 if answer is not None:
                     return answer
+            concerned = threading.get_ident() == mine or on_thread_of_autograds()
+            if name in _KNOWN and concerned and not watch.repeated and not is_ours(sys._getframe(1).f_code.co_filename):
+                value = watch.read_as_fixed(args[0], sys._getframe(1), shown=name not in _READ)
+                if value is not None:
+                    return _read_of(value, read, args[1:], kwargs)
             alone = name in _READ and len(args) == 1 and not repeated and threading.get_ident() == mine
             if alone and watch.numerals is not None:
                 found = _number(watch, name, args[0], site_of(sys._getframe(1)))
                 if found is not None:
                     return found
-            concerned = threading.get_ident() == mine or on_thread_of_autograds()
             refusal = judge(watch, name, args, kwargs) if concerned else None
             if refusal is None:
                 return read(*args, **kwargs)

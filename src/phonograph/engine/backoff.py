@@ -121,7 +121,7 @@ class Backoff:
     def capture_failed(self, call: Call, refusal: Refusal, history: History, *, changed: bool) -> None:
         """Count a capture that was refused: after a few, or where another would be refused as well, the signature runs live for
         as long as the grounds hold."""
-        refusal.history = history
+        refusal.history, history.attempts.refused = history, True
         last = refusal.final or history.attempts.failures + 1 >= ATTEMPTS
         found = grounds_of(refusal) if last and not refusal.this_call else None
         if refusal.this_call or refusal.failed:  # the live run will show whose fault it is

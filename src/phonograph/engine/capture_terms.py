@@ -73,6 +73,8 @@ class Terms:
     """Operators that ran live in a call of this signature."""
     ran: bool = False
     """One such call ran live to its end."""
+    insists: bool = False
+    """The last capture of such a call was refused."""
     numbers: bool = False
     """Numbers that are read of tensors may be handed on: each replay reads them."""
     carried: Carried = field(default_factory=Carried)

@@ -215,7 +215,7 @@ class DryRun:
         """Tell the watch what the call is like."""
         self._watch, terms = watch, self._request.terms
         watch.noticed = self._refused
-        watch.warm = terms.ran
+        watch.warm, watch.insists = terms.ran, terms.insists
         watch.relies = self._prepared.snapshot.also
         watch.has_backward = not self._request.whole
         watch.may_begin_again = self._request.backward is None

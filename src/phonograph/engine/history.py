@@ -88,6 +88,8 @@ class Attempts:
     """Captures."""
 
     failures: int = 0
+    refused: bool = False
+    """The last one was."""
     tried: bool = False
     """One was made since the last refusal."""
     failed: bool = False

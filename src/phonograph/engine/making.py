@@ -128,6 +128,7 @@ class Maker:
         self.entangled |= recording.entangled
         self.devices.add(device)
         self._counters.recorded += 1
+        history.attempts.refused = False
         totals().recorded += 1
         self._shelf.add(call.key, player)
         logger.debug("%s", recording)
@@ -215,6 +216,7 @@ class Maker:
         expected = max(sizes) if history.capture.attached else 0
         placement = replace(placement, expected=expected, sibling=next(iter(siblings), None))
         return Terms(placement, tracing, history.live.notes, ran=history.live.ended,
+                     insists=history.attempts.refused,
                      numbers=self._options.fallback == "split", carried=self._describer.carried,
                      following=self._describer.following,
                      concessions=Concessions(averages=history.live.averages, feeds=self._feeds(history)),

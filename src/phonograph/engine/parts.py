@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from .._torch.dynamo import run_where_traced
+from .._torch.modules import own_call
 from ..aten.operators import meaning
 from ..autograd.backward import Backward
 from ..capture.recording import Entangled
@@ -51,7 +54,7 @@ class Parts(Binding, Observed):
         self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         super().__init__()
         self._counters = counters = Counters()
-        self._report = Report(self.name, counters, error=options.fallback == "error")
+        self._report = Report(self.name, counters, error=options.fallback == "error", done=[*_done(function, options)])
         self._gate = Gate(function, final=options.fallback != "error")
         marked, calls = options.fallback == "split", functools.partial(getattr, counters, "calls")
         self._describer = describer = Describer(self.name, function, calls, marked)
@@ -209,3 +212,12 @@ def together(recorded: Sequence[Parts], before: Counters) -> Stats:
     """The statistics of several recorded functions as one; `before`: what others counted that are gone."""
     devices = [device for one in recorded for device in one._maker.devices]
     return stats_of(map(counted, recorded), devices, before)
+
+
+def _done(function: Callable[..., object], options: Options) -> Iterator[str]:
+    """The words of advice that whoever records this so has followed."""
+    if options.fallback == "split":
+        yield 'fallback="split"'
+    module, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(module, torch.nn.Module) and name in (own_call(module).__name__, "forward"):
+        yield "record the model alone"

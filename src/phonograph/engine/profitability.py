@@ -63,6 +63,8 @@ class Unrewarding(Refusal):
 class Beside(Unrewarding):
     """A call runs live to find out whether its recording pays."""
 
+    measures = True
+
 
 class Clock:
     """What calls are timed by. (Tests have another.)"""

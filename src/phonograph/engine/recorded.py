@@ -27,7 +27,6 @@ from .._torch.dynamo import compiling
 from .._torch.skipped_frames import passes_on
 from ..call.signature import Call, modes, stands_in
 from ..capture.live_results import noting
-from ..capture.recording import Entangled
 from ..capture.value_checks import look, lookouts
 from ..devices import lock, owned
 from ..devices.segments import Diverged, TakenBack
@@ -180,11 +179,11 @@ class Recorded(Parts, Generic[P, R]):
 
     def _count_free(self, refusal: Refusal) -> None:
         """Count a live call whose reason was reported before."""
-        counters, reason = self._counters, refusal.reason
+        counters = self._counters
         counters.calls += 1
         counters.live += 1
-        counters.untried += 1
-        counters.refusals[reason] = counters.refusals.get(reason, 0) + 1
+        counters.untried += not refusal.measures
+        counters.ran_live(refusal.reason, measures=refusal.measures)
         if self._steps:
             optimizers.stepped(self._function)
 
@@ -269,8 +268,8 @@ class Recorded(Parts, Generic[P, R]):
             recurring.gone.clear()
         if recurring.bind(filter(entangled.reaches, call.containers)):
             return self._described(args, kwargs)
-        if entangled and any(map(entangled.meets, call.tensors)):
-            raise Refusal(Entangled.REASON, "pass a clone")
+        if entangled and (refusal := entangled.refusal(call, self._describer.named())) is not None:
+            raise refusal
         if call.borrowed and self._describer.marked:
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
@@ -284,7 +283,7 @@ class Recorded(Parts, Generic[P, R]):
         """Raise the refusal of this signature, if its grounds still hold. That is found out since the call has `begun`."""
         refusal = self._backoff.refused(history, [call.leaves[at] for at in call.numbers])
         if refusal is not None:
-            self._counters.untried += 1
+            self._counters.untried += not refusal.measures
             self._trials.note_grounds(call)
             players, unpaid = self._shelf.of(call.key), history.refused.unpaid
             if unpaid is not None and refusal is unpaid.refusal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,6 +22,7 @@ from .profitability import Unrewarding
 
 __all__ = ["Report", "stats_of"]
 
+_OR = "; or "  # between what one may do
 _COMPILED = "is part of what torch.compile compiles, which takes it for a plain function"
 _COMPILE_FIRST = (
     'compile first, and record that: pg.record(torch.compile(model)); or torch.compile(..., backend="phonograph")'
@@ -31,8 +34,9 @@ class Report:
     """Counts the reasons of one function, and tells each the first time. `remarks` are more lines for `explain`. As an `error`,
     a reason is raised."""
 
-    def __init__(self, name: str, counters: Counters, *, error: bool) -> None:
-        self._name, self._counters, self._error = name, counters, error
+    def __init__(self, name: str, counters: Counters, *, error: bool, done: Sequence[str] = ()) -> None:
+        """What is advised in these words is `done` already, and not said again."""
+        self._name, self._counters, self._error, self._done = name, counters, error, done
         self.reasons: dict[str, Refusal] = {}
         self.remarks: tuple[str, ...] = ()
 
@@ -44,15 +48,26 @@ class Report:
         """
         self.say(refusal)
         if self._error:
-            raise Unrecordable(f"{self._name} cannot be recorded: {refusal.at(users_line())}")
+            raise Unrecordable(f"{self._name} cannot be recorded: {self._undone(refusal.at(users_line()))}")
 
     def say(self, refusal: Refusal) -> None:
         """Count a reason, and tell it the first time."""
-        if self._counters.refuse(refusal.reason):
-            told = self.reasons[refusal.reason] = refusal.at(users_line())
-            logger.info("%s runs live: %s", self._name, told)
-            if not self._error and not isinstance(told, Unrewarding):
+        if self._counters.ran_live(refusal.reason, measures=refusal.measures):
+            told = self.reasons[refusal.reason] = self._undone(refusal.at(users_line()))
+            warns = not self._error and not isinstance(told, Unrewarding)
+            logger.log(logging.DEBUG if warns else logging.INFO, "%s runs live: %s", self._name, told)
+            if warns:  # nobody is told twice
                 self._warn(told)
+
+    def _undone(self, refusal: Refusal) -> Refusal:
+        """The same without advice that was followed."""
+        parts = refusal.remedy.split(_OR)
+        left = [part for part in parts if not any(words in part for words in self._done)]
+        if len(left) < len(parts):
+            refusal = copy.copy(refusal)
+            refusal.remedy = _OR.join(left)
+            refusal.drop_references()
+        return refusal
 
     def _warn(self, refusal: Refusal) -> None:
         warnings.warn(f"{self._name} runs live: {refusal}", RunsLive, stacklevel=users_level())
@@ -63,7 +78,7 @@ class Report:
             return
         self.reasons[refusal.reason] = refusal
         logger.info("%s is not padded: %s", self._name, refusal)
-        if self._counters.refuse(refusal.reason):
+        if self._counters.ran_live(refusal.reason):
             said = f"{self._name} is not padded, but recorded with its own sizes: {refusal}"
             warnings.warn(said, RunsLive, stacklevel=users_level())
 
@@ -82,7 +97,7 @@ class Report:
             refusal = self.reasons[_COMPILED] = Refusal(_COMPILED, _COMPILE_FIRST, (traced or [users_line()])[-1])
             logger.info("%s runs live: %s", self._name, refusal)
             self._warn(refusal)
-        self._counters.refuse(refusal.reason)
+        self._counters.ran_live(refusal.reason)
 
     def remark(self, remark: str) -> None:
         """Add a line, and log it."""
@@ -106,6 +121,8 @@ class Report:
             yield f"{'not padded' if isinstance(refusal, Unpadded) else 'live'} {n}x: {refusal}"
         if stats.untried:
             yield f"{stats.untried} live calls were not tried: the reason is that of an earlier call like them"
+        if stats.timed:
+            yield f"live {stats.timed}x: to time it beside its recording"
         yield from self.remarks
 
 

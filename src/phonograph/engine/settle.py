@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .._torch.dynamic import Leaves
@@ -10,7 +12,7 @@ from ..autograd.backward import Backward
 from ..call.live_function import Marked
 from ..call.signature import Call
 from ..capture.dispatch import OperatorWatch
-from ..capture.recording import Entangled, Output, Recording, Slot, memory_of
+from ..capture.recording import TWICE, Entangled, Output, Recording, Slot, memory_of
 from ..errors import Refusal
 from ..guards.attribute_effects import Left
 from ..guards.carried_state import is_filled
@@ -25,7 +27,7 @@ from ..python.loggers import levels
 from ..values.object_layout import layout_of
 from ..values.pytree_paths import tensors_apart
 from ..values.tensor_subclasses import parts_of_all
-from ..values.wording import locating, returned_at
+from ..values.wording import Naming, locating, returned_at
 from . import outputs
 from .attached_results import backward_of
 from .capture_terms import Request
@@ -156,9 +158,9 @@ class Settlement:
         call = self._request.call
         entangled = _entangling(self._evidence.captured.watch, self._request.reach, call, self._evidence.behaviour.left)
         if any(map(entangled.filled.__contains__, map(identity, call.containers))):
-            raise Refusal(Entangled.REASON, "pass a copy", this_call=True)
-        if any(entangled.meets(t) for t in call.tensors):
-            raise Refusal(Entangled.REASON, "pass a clone", this_call=True)
+            raise Refusal(f"gets a container, {TWICE}", "pass a copy", this_call=True)
+        if (refusal := entangled.refusal(call, Naming(self._request.function))) is not None:
+            raise replace(refusal, this_call=True)
         return entangled
 
     def _relied_on(self) -> Snapshot:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -108,11 +109,12 @@ class _Generators:
 
 
 def _draws_at(reach: Reach) -> str:
-    """Where the user's code calls a method of NumPy's generators, if there is one such line only."""
+    """Where the user's code calls a method of NumPy's generators: the line that reads most of their names; "" if several do."""
     kinds = (getattr(sys.modules.get("numpy.random"), kind, object) for kind in ("Generator", "RandomState"))
     names = {"random", *(name for kind in kinds for name in vars(kind) if not name.startswith("_"))}
-    found = {reach.mentions.read_at(name) for name in names & reach.mentions.names} - {""}
-    return found.pop() if len(found) == 1 else ""
+    found = Counter(line for name in names & reach.mentions.names if (line := reach.mentions.read_at(name)))
+    (first, most), (_, next_most) = [*found.most_common(2), ("", 0), ("", 0)][:2]
+    return first if most > next_most else ""
 
 
 def _same_state(a: object, b: Thing) -> bool:

@@ -282,6 +282,7 @@ class Dials:
         """How often operators took each that is wide, by its probe."""
         self.blind = False  # whether code may have run that no mode looked at
         self._seen_last: list[Any] = [spot.get() for spot in spots]
+        self._others: list[int] = []  # where there was another number at the last look
         self._at_spots: Values = tuple(self._seen_last)
         self._kinds = [*map(type, self._seen_last)]
         self._tallies: dict[int, Tally] = {}
@@ -366,7 +367,10 @@ class Dials:
     @property
     def deciding(self) -> str:
         """What it is that decides otherwise, where it does not fit."""
-        return DECIDES if self.spots else "a hyper-parameter that decides what the optimizer does"
+        if not self.spots:
+            return "a hyper-parameter that decides what the optimizer does"
+        names = [str(key) for i in self._others if type(key := self.spots[i].at[1]) is str]
+        return f"{' or '.join(names[:3]) or 'a number'} (by which it goes on)"
 
     @property
     def advanced(self) -> list[Spot]:
@@ -583,6 +587,7 @@ class Dials:
         if self.spots:
             there = [spot.get() for spot in self.spots]
             if not all(map(operator.is_, there, self._seen_last)):
+                self._others = [i for i, (a, b) in enumerate(zip(there, self._seen_last, strict=True)) if a is not b]
                 self._seen_last, self._stale, others = there, True, True
                 exact = all(type(n) is float or -LARGEST < n < LARGEST for n in there if type(n) in (int, float))
                 self._at_spots = tuple(there) if exact and [*map(type, there)] == self._kinds else ()

@@ -23,6 +23,7 @@ def one_function(ledger: Ledger, replays: Mapping[str, Replays]) -> Markup:
     said = f" {counted(s.calls, 'call')}: {s.live:,} live, {s.replayed:,} replayed; {made} made"
     parts = [tag("summary", ledger.name, tag("span", said, class_="faint"))]
     parts += [_reason(reason, n, ledger.reasons.get(reason)) for reason, n in s.refusals.items()]
+    parts += [tag("p", f"Timed beside its recording: {counted(s.timed, 'live call')}.")] if s.timed else []
     parts += [tag("p", remark) for remark in ledger.remarks]
     parts += [_recording(made, replays.get(made.label)) for made in ledger.recordings]
     few = {"open": ""} if s.refusals else {}

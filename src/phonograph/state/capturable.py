@@ -82,9 +82,9 @@ def _unfit(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> Refusa
     """Why the optimizer cannot take a recorded step with this group."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.Adafactor):
-        return Refusal(f"{name} reads norms of weights on the host", "record the model alone, or use another optimizer")
+        return Refusal(f"{name} reads norms of weights on the host", "record the model alone; or use another optimizer")
     if isinstance(optimizer, torch.optim.ASGD) and not group.get("capturable"):
-        return Refusal(f"{name} reads its step count on the host", "capturable=True (on a GPU), or record the model alone")
+        return Refusal(f"{name} reads its step count on the host", "capturable=True (on a GPU); or record the model alone")
     plain = not (group.get("capturable") or group.get("fused"))
     if plain and isinstance(optimizer, _CORRECTING) and isinstance(group.get("lr"), torch.Tensor):
         return Refusal(f"{name} has a learning rate that is a tensor, and reads it on the host",

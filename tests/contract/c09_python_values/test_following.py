@@ -452,6 +452,8 @@ def test_c09_what_a_call_sets_on_its_class(device, step, derived):
         assert_same(f(ramp(device, 3, start=n)), getattr(live, step)(ramp(device, 3, start=n)))
         assert values_of(ours) == values_of(live)
     assert pg.stats(f).replayed >= 9, pg.explain(f)
+
+
 TURNS = {
     "a flag": lambda device, n: (torch.ones(2, device=device), n / 64, n % 2 == 0),
     "another size": lambda device, n: (torch.ones(2 + n % 3, device=device), n / 64, True),

@@ -3,6 +3,7 @@
 import re
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,6 +165,71 @@ def test_c11_a_package_that_reads_a_number_is_to_be_called_outside(device, tmp_p
     assert pg.stats(inside).replayed == 0
     assert "call that outside of the recorded function" in reasons(inside)
     assert pg.stats(outside).replayed == 3
+
+
+@may_run_live
+def test_c11_random_numbers_of_numpys_are_told_where_they_are_drawn(device):
+    """Torch has functions of the same names."""
+    np = pytest.importorskip("numpy")
+
+    def mixed(x):
+        y = x + torch.zeros_like(x).normal_() * 0 + torch.empty_like(x).uniform_() * 0
+        return y * np.random.beta(1.0, 1.0), torch.normal(x, 1.0) * 0  # drawn here
+
+    f = pg.record(lambda x: mixed(x * 2))
+    for _ in range(3):
+        f(ramp(device, 3))
+    (line,) = [n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# drawn here")]
+    assert f"{__file__}:{line} " in reasons(f)
+
+
+@may_run_live
+def test_c11_an_argument_that_it_can_reach_as_well_is_named(device):
+    held = torch.zeros(3, device=device)
+    f = pg.record(lambda x, batch: held.add_(x) + batch["y"][0])
+    for _ in range(3):
+        f(ramp(device, 3), {"y": [held]})
+    assert "gets `batch['y'][0]`, which it can reach by another name as well" in reasons(f)
+
+
+@may_run_live
+def test_c11_a_number_by_which_it_goes_on_is_named(device):
+    state = types.SimpleNamespace(turn=0)
+
+    def step(x):
+        state.turn += 1
+        return x * 2 if state.turn * 7 % 11 > 5 else x - 1
+
+    f = pg.record(step)
+    for n in range(80):
+        f(ramp(device, 3, start=n))
+    assert "turn (by which it goes on)" in reasons(f)
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+ADVICE = ("record the model alone", 'fallback="split"')
+
+
+@may_run_live
+@pytest.mark.parametrize(("alone", "split"), [(False, False), (True, False), (False, True)], ids=["", "alone", "split"])
+def test_c11_advice_that_was_followed_is_not_given_again(device, tmp_path, alone, split):
+    model = Normalised(installed(tmp_path, "averages.py")["normalised"])
+    f = pg.record(model if alone else lambda x: model(x), fallback="split" if split else "live")
+    if split:  # by a number that is another each time
+        f = pg.record(lambda x: x + torch.full((3,), x.sum(), device=x.device), fallback="split")
+    for n in range(4):
+        f(ramp(device, 3, start=n))
+    told = reasons(f)
+    assert "reads a tensor's value on the host" in told
+    assert (ADVICE[0] in told, ADVICE[1] in told) == (not alone and not split, not split)
 
 
 @may_run_live

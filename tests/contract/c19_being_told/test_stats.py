@@ -69,6 +69,18 @@ def test_c19_the_phonograph_logger_is_told(device, caplog):
     assert any("runs live" not in message for message in ours), "the recording of g"
 
 
+@may_run_live
+def test_c19_a_reason_is_one_message(device, caplog):
+    """Who has a logger that shows what happens is not told in a warning and there."""
+    f = pg.record(lambda x: x * x.sum().item(), warmup=1)
+    with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            f(ramp(device, 3))
+    assert len([w for w in said if issubclass(w.category, pg.RunsLive)]) == 1
+    assert "runs live" not in caplog.text
+
+
 def test_c19_a_second_reason_of_one_function_is_warned_too(device):
     f = pg.record(lambda x, how: x * x.sum().item() if how else x.nonzero(), warmup=1)
     with warnings.catch_warnings(record=True) as said:

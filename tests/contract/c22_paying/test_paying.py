@@ -81,7 +81,9 @@ def test_c22_a_recording_that_does_not_pay_is_dropped_and_explain_says_so_with_b
     assert f"{reason} at " in pg.explain(f)
     assert 'keep="always" keeps the recording' in pg.explain(f)
     stats = pg.stats(f)
-    assert stats.refusals[reason] == ENOUGH + 1 - stats.replayed - 1 - LIVE
+    assert dict(stats.refusals) == {reason: ENOUGH + 1 - stats.replayed - 1 - LIVE}
+    assert stats.timed == LIVE  # which is no refusal
+    assert f"live {LIVE}x: to time it beside its recording" in pg.explain(f)
     assert (stats.recorded, stats.calls) == (1, stats.live + stats.replayed)
     live, made, played = counts(f)
     called(f, x, 200)

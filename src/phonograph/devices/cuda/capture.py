@@ -77,6 +77,7 @@ class Capture:
         self.watch = CudaWatch(stream.torch_device, plan.reach, self._slots, plan.borrowed, generators.known, generators.lent,
                                free, plan.rewind, stream.stream.cuda_stream)  # fmt: skip
         self.watch.follow(plan.dials)
+        self.watch.runs_beside(stream.beside)
         self._graphs = Graphs(stream.stream, memory.handle, generators.known, states, plan.dials)
         self.watch.next_segment, self.watch.streams = self._graphs.next, self._graphs.others
         self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies

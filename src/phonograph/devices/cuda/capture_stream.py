@@ -39,6 +39,7 @@ class CaptureStream:
         self.reads: list[torch.Tensor] = []  # what the backward of a warm-up call reads of others' memory
         self._streams = {self.stream.cuda_stream: self.stream}
         self._event = torch.cuda.Event()
+        self._beside = _new_stream(torch_device)
 
     def is_current(self, streams: Sequence[torch.Stream]) -> bool:
         """Whether the current stream is one of these."""
@@ -63,6 +64,17 @@ class CaptureStream:
                     yield
             finally:
                 outer.wait_stream(self.stream)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work goes to another stream inside the block, where it runs at once, also during a capture: after all that callers
+        have given to theirs before."""
+        with driver.unsafe_calls():
+            for stream in (*self.served, *self.joined):
+                if not driver.is_capturing(stream.cuda_stream):
+                    self._beside.wait_stream(stream)
+            with torch.cuda.stream(self._beside):
+                yield
 
     def in_turn(self) -> AbstractContextManager[object]:
         """The same for a capture of nothing. (One of somebody else's that is going on here must not hear of it.)"""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,7 +36,7 @@ from ..._torch.cuda import raw_stream
 from ..._torch.dynamic import Args, Kwargs, Leaves
 from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
-from ...aten.operators import MASKED, Meaning, meaning, operands
+from ...aten.operators import MASKED, Meaning, meaning, operands, read_on_host
 from ...capture.breaks import Break
 from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
@@ -50,6 +50,7 @@ from ...guards.reachable import Reach
 from ...memory.pool import TensorAddress
 from ...memory.spans import Spans
 from ...python import memory_contents
+from ...python.holders import Holder
 from ...python.identity import identity
 from ...python.origin import is_compiled, is_torchs, users_line
 from ...state.rng import Rewind
@@ -57,6 +58,7 @@ from ...values.wording import MARKED, operator, source_of
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
+from .fixed_values import Recipes, Versions, Watched, bytes_of
 from .host_constants import Room, given, moves
 from .random_states import DrawsWatch
 from .value_checks import Answers
@@ -126,6 +128,19 @@ class CudaWatch(DrawsWatch):
         self.begins_dropout = False  # that was about to be made anew
         self.collectives: dict[str, int] = {}  # by the user's lines: how many
         self.groups: dict[str, None] = {}  # process groups by their names
+        self._recipes: Recipes | None = None
+        self._answered: list[torch.Tensor] = []  # those on the device that the operator reads which is about to run
+
+    def runs_beside(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
+        """What is worked out at once runs there."""
+        self._recipes = Recipes(self.device, beside)
+
+    def _known_as(self, key: int) -> int | torch.Tensor | None:
+        """A tensor outside that lies on this storage, or how many storages the call had made before it."""
+        outside, name = self._there().get(key), self.name_of(key)
+        if outside and key not in self.slot_ids:
+            return outside[0]
+        return name if isinstance(name, int) else None
 
     @property
     def dropout(self) -> cuda_dropout.Dropout | None:
@@ -180,7 +195,9 @@ class CudaWatch(DrawsWatch):
             to_host = (target is not None and torch.device(target).type == "cpu") or (
                 m.name == "aten::copy_" and args[0].device.type == "cpu"
             )
-            if to_host:
+            if to_host and m.name == "aten::_to_copy" and self.reads_fixed(m.name, [args[0]], sys._getframe(1)):
+                self._answered = [args[0]]
+            elif to_host:
                 raise Refusal(f"{source_of(m.name)} copies a tensor from the GPU to the CPU",
                               "return the tensor, and copy it outside the recorded function")  # fmt: skip
         for t in self._hosts:
@@ -212,7 +229,11 @@ class CudaWatch(DrawsWatch):
         super().writes(t, version)
 
     def is_constant(self, m: Meaning, args: Args, kwargs: Kwargs) -> bool:
-        """An operator may read what lies on the host, and is the same in each replay; so may an index that is a mask."""
+        """An operator may read what lies on the host, and is the same in each replay; so may an index that is a mask; and what
+        holds the same on the device, which it is told."""
+        if super().is_constant(m, args, kwargs):
+            self._answered = [t for t in read_on_host(m, args, kwargs) if not t.is_cpu]
+            return True
         if not (m.reads_host or m.shape_from_data or m.name in MASKED):
             return False
         tensors = operands(args, kwargs)
@@ -400,6 +421,12 @@ class CudaWatch(DrawsWatch):
             self.checks(Check(True, RuntimeError, _NEGATIVE, users_line()), lowest)
             func = _normal
         hosts, self._hosts = self._hosts, []
+        told, self._answered = self._answered, []
+        if told:
+            if m.name not in MASKED:
+                return self._worked_out(func, args, kwargs)
+            args = (args[0], [self.value(i) if any(i is t for t in told) else i for i in args[1]], *args[2:])
+            hosts = hosts or told
         if moves(m) and not self.states.knows(args[0]):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -449,6 +476,50 @@ class CudaWatch(DrawsWatch):
     def runs_elsewhere(self, frame: FrameType) -> bool:
         stream = warps_stream(frame)
         return stream is None or not driver.is_capturing(stream)
+
+    # -- what holds the same in each replay
+
+    def makes(self, func: Any, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
+        if self._recipes is not None and self._recipes.note(func, args, kwargs, out, self._known_as):
+            super().makes(func, args, kwargs, out, of)
+
+    def read_as_fixed(self, t: object, frame: FrameType, shown: bool) -> torch.Tensor | None:
+        on_host = isinstance(t, torch.Tensor) and t.is_cpu  # which is read itself
+        return None if on_host else super().read_as_fixed(t, frame, shown)
+
+    def value(self, t: torch.Tensor) -> torch.Tensor:
+        assert self._recipes is not None
+        return self._recipes.value(t, self._known_as)
+
+    def held(self, name: str, tensors: Sequence[torch.Tensor], where: str) -> Holder:
+        if tensors[0].is_cpu:
+            return super().held(name, tensors, where)
+        assert self.room is not None
+        assert self.answers is not None
+        here = bytes_of(tensors[0])
+        before = self.value(here)
+        watched = Watched(name, where)
+        with torch_modes.without_modes(), torch.inference_mode(False), torch.no_grad():
+            self.answers.add(watched, (here == self.room.place(before)).all())
+        return Versions(watched, tensors, before).place(name)
+
+    def _worked_out(self, func: Any, args: Args, kwargs: Kwargs) -> object:
+        """What an operator gives that would read on the host what holds the same in each replay, or copy it there."""
+        assert self._recipes is not None
+        found = self._recipes.result(func, args, kwargs, self._known_as)
+        if meaning(func).copies:
+            self._begins(found.untyped_storage())
+            return found
+        return self._placed(found)
+
+    def _placed(self, found: Any) -> Any:
+        if isinstance(found, (list, tuple)):
+            return type(found)(map(self._placed, found))
+        if not isinstance(found, torch.Tensor):
+            return found
+        assert self.room is not None
+        clone = torch.ops.aten.clone.default
+        return super().perform(clone, meaning(clone), (self.room.place(found),), {})
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         self.may_cut(part)

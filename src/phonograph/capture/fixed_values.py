@@ -1,0 +1,157 @@
+"""Tensors that hold the same values in each replay: their numbers are no question to one.
+
+A call makes some of numbers alone (`arange`, `ones`, a mask, positions): whoever reads one reads the same in each call of this
+signature. What is there outside, and the call does not write, is what it was as long as nobody else writes it: a recording may
+rely on that. So where code reads a number of such a tensor, or of what operators make of them, it is told, and no replay asks.
+
+An operator's results are such where all that it is given is: tensors, and numbers that stand for no others (`Dials`). Random
+numbers, code of others and memory that nobody has filled are not, nor are arguments. Whatever is written by anything else, is
+none any more. What is outside is relied on only where something that was made of it is read; and if the call writes it later,
+that was no such read: it is refused as it would have been.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from types import FrameType
+
+import torch
+
+from .._torch.dynamic import Args, Kwargs
+from .._torch.operators import OpOverload
+from .._torch.tensors import has_memory, is_ordinary, storage_id
+from ..aten import operators
+from ..errors import Refusal
+from ..python import memory_contents
+from ..python.holders import Holder
+from ..values.host_scalars import READS_NUMBER, Site, site_of
+from .followed_counts import FollowedCounts
+
+__all__ = ["MADE_OF_NUMBERS", "FixedValues"]
+
+MADE_OF_NUMBERS: frozenset[int] = frozenset()
+"""The storages outside of which such a tensor was made."""
+
+
+class FixedValues(FollowedCounts):
+    """Knows which tensors of one call are such."""
+
+    bodies: int
+    decisive: Set[Site]
+    may_begin_again: bool
+
+    def __init__(self) -> None:
+        self.of: frozenset[int] | None = None
+        """What the operator is made of that is seen now: storages outside; None if its results are not such."""
+        self._made_of: dict[int, frozenset[int]] = {}  # the same of storages that the call has made
+        self._small: dict[int, list[torch.Tensor]] | None = None
+        self._readers: dict[int, Refusal] = {}  # by what is relied on: what the first to read it would be told
+
+    # -- what is such
+
+    def fixed(self, t: torch.Tensor) -> frozenset[int] | None:
+        """What this tensor was made of, if it holds the same in each replay: storages outside; else None."""
+        if not (is_ordinary(t) and has_memory(t)):
+            return None
+        key = storage_id(t)
+        return frozenset([key]) if self._stays(key) else self._made_of.get(key)
+
+    def _stays(self, key: int) -> bool:
+        """Whether it is outside, and nobody has written it so far whom anybody knows of."""
+        named = bool(self.known.get(key)) and key not in self.slot_ids
+        return named and key not in self.written and key not in self._counts and key in self._there()
+
+    def _there(self) -> dict[int, list[torch.Tensor]]:
+        """Tensors outside, by their storages: those which can be compared before each replay."""
+        if self._small is None:
+            self._small = defaultdict(list)
+            for t in self._outside if self.may_begin_again else ():  # a backward's are its forward's, too
+                small = is_ordinary(t) and has_memory(t) and t.untyped_storage().nbytes() <= memory_contents.AT_ONCE
+                if small and (t.is_cpu or not t.is_inference()):
+                    self._small[storage_id(t)].append(t)
+        return self._small
+
+    def _all_fixed(self, tensors: Sequence[torch.Tensor]) -> frozenset[int] | None:
+        found = MADE_OF_NUMBERS
+        for t in tensors:
+            of = self.fixed(t)
+            if of is None:
+                return None
+            found |= of
+        return found
+
+    def made_of(
+        self, m: operators.Meaning, tensors: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
+    ) -> frozenset[int] | None:
+        """What an operator makes its results of, if these hold the same in each replay."""
+        if m.random or m.others or m.communicates or m.name in operators.UNFILLED or self.bodies:
+            return None
+        if self.dials and self.stands_among((*args, *kwargs.values())):
+            return None
+        made = m.constant or (m.name in operators.OF_SHAPES and m.plain)  # and not a part of something (out=)
+        return MADE_OF_NUMBERS if made else self._all_fixed(tensors)
+
+    def makes(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
+        """An operator has given this, or written it, which holds the same in each replay."""
+        written = operators.written_by(operators.meaning(func), args, kwargs)
+        for t in operators.tensors_in((out, written), []):
+            if has_memory(t) and self.known.get(key := storage_id(t)) == "" and key not in self.gathered:
+                self._made_of[key] = of | self._made_of.get(key, MADE_OF_NUMBERS)
+
+    def writes(self, t: torch.Tensor, version: int | None = None) -> None:
+        key = storage_id(t)
+        self._made_of.pop(key, None)
+        if key in self._readers:
+            raise self._readers.pop(key)  # which its traceback would keep with all else
+        super().writes(t, version)
+
+    def died(self, key: int) -> None:
+        super().died(key)
+        self._made_of.pop(key, None)
+        self._readers.pop(key, None)
+
+    # -- who reads it
+
+    def reads_fixed(self, name: str, tensors: Sequence[torch.Tensor], frame: FrameType) -> bool:
+        """Whether all that is read of these tensors, in this frame, by an operator of this name, is the same in each replay. If
+        so, that is relied on."""
+        of = self._all_fixed(tensors)
+        if of is None or self.bodies or not all(map(self._stays, of)) or any(t.is_conj() or t.is_neg() for t in tensors):
+            return False
+        if self.decisive and site_of(frame) in self.decisive:
+            return False
+        for key in of - self._readers.keys():
+            self._readers[key] = told = self.told(name, frame)
+            if key not in self.relied_on:
+                self._rely(key, told.where)
+        return True
+
+    def told(self, name: str, frame: FrameType) -> Refusal:
+        """What this reader is told if the call writes later what it has read."""
+        raise NotImplementedError
+
+    def _rely(self, key: int, where: str) -> None:
+        tensors = self._there()[key]
+        self.touched.add(key)
+        self.relied_on[key] = place = self.held(self.known[key], tensors, where)
+        self.relies([place])
+
+    def held(self, name: str, tensors: Sequence[torch.Tensor], where: str) -> Holder:
+        """The place that these tensors outside are, on one storage, on whose values a read at this line relies."""
+        return memory_contents.memory(name, tensors[0].untyped_storage(), ())
+
+    # -- numbers
+
+    def value(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor on the host with the values that this one holds in each replay."""
+        return t.detach()
+
+    def read_as_fixed(self, t: object, frame: FrameType, shown: bool) -> torch.Tensor | None:
+        """The same for code that reads it in this frame; None if there may be other values. Where its memory is `shown`, the
+        call must not write it later."""
+        if not isinstance(t, torch.Tensor) or not self.reads_fixed(READS_NUMBER.name(), [t], frame):
+            return None
+        if shown:
+            self._readers.setdefault(storage_id(t), self.told(READS_NUMBER.name(), frame))
+        return self.value(t)
