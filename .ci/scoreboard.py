@@ -75,15 +75,16 @@ def reading() -> dict[str, object]:
         subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, check=False)
         groups = json.loads((Path(folder) / "reading_programs.json").read_text())["figures"]
     rows = [g for g in groups.values() if isinstance(g, dict)]
-    found = {what: sum(g["what is changed"].get(what, 0) for g in rows) for what in ("noticed", "found by the audit", "runs live")}
-    missed = sum(g["what is changed"].get("missed", 0) for g in rows)
-    return {"reading programs": groups["programs"], **found, "missed": missed, "false alarms": sum(len(g["false alarms"]) for g in rows)}
+    what = ("noticed", "found by the audit", "runs live", "missed")
+    found = {one: sum(g["what is changed"].get(one, 0) for g in rows) for one in what}
+    return {"reading programs": groups["programs"], **found, "false alarms": sum(len(g["false alarms"]) for g in rows)}
 
 
 def growth() -> str:
     """The kinds of objects that grow beside what is read and cause no second recording."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/contract/c09_python_values/test_growing.py"]
-    said = subprocess.run([*command, "-k", "growth_beside_what_is_read"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    tests = "tests/contract/c09_python_values/test_growing.py", "-k", "growth_beside_what_is_read"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed)", said)}
     return f"{counts.get('passed', 0)} of {sum(counts.values())}"
 
