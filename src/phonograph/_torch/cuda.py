@@ -36,6 +36,7 @@ __all__ = [
     "segments_expand",
     "silence_stream_mismatch",
     "take_cublas_workspace",
+    "wait_for",
 ]
 
 
@@ -173,6 +174,14 @@ def raw_alloc(nbytes: int, stream: int) -> int:
 
 def raw_free(address: int) -> None:
     _c("_cuda_cudaCachingAllocator_raw_delete")(address)
+
+
+def wait_for(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """Let one stream wait for what another has been given so far, past torch's Python functions, which a capture listens to."""
+    plain: Private = torch.cuda.Event.__base__
+    event = torch.cuda.Event()
+    plain.record(event, other)
+    plain.wait(event, stream)
 
 
 def clear_cublas_workspaces() -> None:

@@ -30,6 +30,7 @@ _CASTS = frozenset({
     "aten::_trilinear", "aten::linalg_polar", "aten::linalg_pinv", "aten::ldexp", "aten::mvlgamma", "aten::_scaled_mm",
     "aten::_scaled_mm_v2",
 })  # fmt: skip
+_CASTS_ON_CPU = frozenset({"aten::_trilinear"})  # on a GPU, autocast is off within `bilinear`, of which it is a part
 _PART_OF_CAST = frozenset({"aten::linalg_pinv"})  # of `pinverse`, as well
 _USUAL = torch.bfloat16, torch.float16, True
 USED_WHEN_ON: tuple[Callable[[], object], ...] = (
@@ -79,7 +80,10 @@ class Casts:
         if not (m.others or m.name in _CASTS or (m.calls and torch.is_inference_mode_enabled())):
             return ()
         found = self._here()
-        return (found[0], False) if found else ()
+        if not found:
+            return ()
+        (of_cpu, of_cuda), _ = found
+        return (of_cpu, (False, of_cuda[1]) if m.name in _CASTS_ON_CPU else of_cuda), False
 
     def unclear(self, m: Meaning) -> bool:
         """Whether nobody tells if what this operator calls is cast."""

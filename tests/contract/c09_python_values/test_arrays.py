@@ -47,7 +47,9 @@ class Names:
     """As a fitted scaler has them."""
 
     def __init__(self, *names):
-        self.names = np.array(names, dtype=object)
+        self.names = np.empty(len(names), dtype=object)
+        for i, name in enumerate(names):  # NumPy would take a tensor for an array
+            self.names[i] = name
 
 
 @pytest.mark.parametrize("frozen", [False, True])

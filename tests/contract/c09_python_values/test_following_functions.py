@@ -126,6 +126,7 @@ def test_c09_functions_of_a_number_are_followed(device, how):
     assert_followed(compared(device, FUNCTIONS[how], [0.1 + n / 64 for n in range(CALLS)]), CALLS)
 
 
+@may_run_live
 @pytest.mark.parametrize("how", CALLED)
 def test_c09_numbers_of_operators_that_a_replay_calls_are_followed(device, how):
     """Where it has but what they have launched, it cannot be told what that is made of."""

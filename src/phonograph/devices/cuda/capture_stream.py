@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from ..._torch.autograd import backward_id
-from ..._torch.cuda import OnStream, current_device, raw_stream
+from ..._torch.cuda import OnStream, current_device, raw_stream, wait_for
 from ...values.device_names import named
 from . import driver
 
@@ -72,7 +72,7 @@ class CaptureStream:
         with driver.unsafe_calls():
             for stream in (*self.served, *self.joined):
                 if not driver.is_capturing(stream.cuda_stream):
-                    self._beside.wait_stream(stream)
+                    wait_for(self._beside, stream)
             with torch.cuda.stream(self._beside):
                 yield
 
