@@ -69,11 +69,13 @@ _LAUNCH_HERE = f"launch it on torch.cuda.current_stream(), {MARKED}"
 _HANDED_OUT = meaning(torch.ops.aten.alias.default)._replace(name="data_ptr")
 _NEGATIVE = "normal expects all elements of std >= 0.0"
 _SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
-# To find eigenvalues, cuSOLVER waits for the GPU, which no capture allows. One that it has invalidated so, its handle does not
-# get over: the next live call on this thread raises CUSOLVER_STATUS_EXECUTION_FAILED (torch 2.11, CUDA 13).
+# To find eigenvalues, cuSOLVER waits for the GPU, which no capture allows. Its handle keeps that failure: the next call of such
+# an operator on this thread raises CUSOLVER_STATUS_EXECUTION_FAILED or INTERNAL_ERROR, and only the one after it works (torch
+# 2.11, CUDA 13.0, H200; so does the SVD by QR iterations. No other library's handle, nor another operator, was seen to).
 _EIGENVALUES = {f"aten::{name}" for name in ("_linalg_eigh", "linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals",
                                              "_linalg_eigvals")}  # fmt: skip
 _IF_HERMITIAN = {"aten::linalg_pinv", "aten::linalg_matrix_rank"}  # by way of those
+_IF_BY_QR = {"aten::linalg_svd", "aten::_linalg_svd", "aten::linalg_svdvals"}
 _HEARD = Effect("", by=ANYONE)  # of starts that are only heard of
 _RECORDS = Effect(
     "records an event that was there before the call", "make the event in the function: torch.cuda.Event()", ANYONE
@@ -405,7 +407,7 @@ class CudaWatch(DrawsWatch):
         return super().checks(check, answer)
 
     def perform(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs) -> object:
-        if _finds_eigenvalues(m.name, args, kwargs):
+        if _spoils_handle(m.name, args, kwargs):
             raise Refusal(f"{source_of(m.name)} waits for the GPU", f"do that outside the recorded function, {MARKED}")
         if m.random:
             self.draws(m, args, kwargs)
@@ -585,11 +587,15 @@ class CudaWatch(DrawsWatch):
             raise self.located(refusal) from None
 
 
-def _finds_eigenvalues(name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Whether an operator has cuSOLVER find eigenvalues."""
-    if name in _IF_HERMITIAN and not (kwargs.get("hermitian") or any(x is True for x in args)):
-        return False
-    return name in _EIGENVALUES | _IF_HERMITIAN and any(t.is_cuda for t in operands(args, kwargs))
+def _spoils_handle(name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an operator has cuSOLVER do what its handle does not get over in a capture."""
+    if name in _IF_HERMITIAN:
+        does = bool(kwargs.get("hermitian")) or any(x is True for x in args)
+    elif name in _IF_BY_QR:
+        does = any(type(x) is str and x == "gesvd" for x in (*args, *kwargs.values()))
+    else:
+        does = name in _EIGENVALUES
+    return does and any(t.is_cuda for t in operands(args, kwargs))
 
 
 def _always(_: FrameType) -> bool:
