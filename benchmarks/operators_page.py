@@ -54,7 +54,9 @@ def run_of(device: str, found: dict[str, Any]) -> str:
 
 def section(results: dict[str, Results], database: str) -> str:
     title, name = DATABASES[database]
-    members = sorted({m for each in results.values() for m in each if m.startswith(f"{database}:")}, key=str.lower)
+    members = sorted(
+        {m for each in results.values() for m in each if m.startswith(f"{database}:")}, key=lambda m: (m.lower(), m)
+    )
     rows = {m: [cell(each.get(m)) for each in results.values()] for m in members}
     rows = {m: cells for m, cells in rows.items() if any(cells)}  # of the others, no sample runs live
     whole = [m for m, cells in rows.items() if {*cells} <= {"recorded", ""}]

@@ -104,6 +104,9 @@ class LookingWatch(OperatorWatch):
     def refuse_read(self, refusal: Refusal) -> None:
         self.located(refusal)
 
+    def _rely(self, key: int, where: str) -> None:
+        """Nothing is played that would rely on it."""
+
     # -- and runs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -64,7 +64,8 @@ from .effects import (
     told_names,
 )
 
-__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "hears_instructions", "pause_profiling", "watching_python"]
+__all__ = ["HEARS_ALL_THREADS", "Listener", "alone", "hears_instructions", "pause_profiling", "users_elsewhere",
+           "watching_python"]  # fmt: skip
 
 
 # By identity: a code's hash goes through all its instructions.
@@ -326,8 +327,13 @@ def _monitoring(listener: Listener) -> Iterator[None]:
 
 def alone() -> bool:
     """Whether no code of the user's runs in other threads, or what does is heard."""
+    return HEARS_ALL_THREADS or not users_elsewhere()
+
+
+def users_elsewhere() -> bool:
+    """Whether code of the user's runs in other threads."""
     here = threading.get_ident()
-    return HEARS_ALL_THREADS or not any(
+    return any(
         is_users(f.f_code.co_filename)
         for thread, top in sys._current_frames().items()
         if thread != here

@@ -186,6 +186,11 @@ class Entangled:
             return None
         return Refusal(f"gets `{naming(path_to(call.shape, call.places[i]))}`, {TWICE}", "pass a clone")
 
+    @staticmethod
+    def of_container() -> Refusal:
+        """Why a call cannot be recorded that gets a container which another call fills."""
+        return Refusal(f"gets a container, {TWICE}", "pass a copy", this_call=True)
+
     def __bool__(self) -> bool:
         return bool(self._storages or self._ids)
 

@@ -12,7 +12,7 @@ from ..autograd.backward import Backward
 from ..call.live_function import Marked
 from ..call.signature import Call
 from ..capture.dispatch import OperatorWatch
-from ..capture.recording import TWICE, Entangled, Output, Recording, Slot, memory_of
+from ..capture.recording import Entangled, Output, Recording, Slot, memory_of
 from ..errors import Refusal
 from ..guards.attribute_effects import Left
 from ..guards.carried_state import is_filled
@@ -20,6 +20,7 @@ from ..guards.gradients import Grads
 from ..guards.reachable import Reach
 from ..guards.reliances import Reliances, not_heard
 from ..guards.snapshot import Snapshot
+from ..guards.unwatchable import advice
 from ..memory.pool import Lease
 from ..memory.spans import Spans
 from ..python.identity import identity
@@ -158,9 +159,10 @@ class Settlement:
         call = self._request.call
         entangled = _entangling(self._evidence.captured.watch, self._request.reach, call, self._evidence.behaviour.left)
         if any(map(entangled.filled.__contains__, map(identity, call.containers))):
-            raise Refusal(f"gets a container, {TWICE}", "pass a copy", this_call=True)
+            raise entangled.of_container()
         if (refusal := entangled.refusal(call, Naming(self._request.function))) is not None:
-            raise replace(refusal, this_call=True)
+            paths = self._request.reach.names.values()
+            raise replace(refusal, remedy=advice(paths, refusal.remedy), this_call=True)
         return entangled
 
     def _relied_on(self) -> Snapshot:

@@ -20,6 +20,7 @@ import torch
 from .._torch.dynamic import Foreign, Thing
 from ..call.signature import modes
 from ..call.signature import put_back as put_back_modes
+from ..capture.python_events import users_elsewhere
 from ..errors import Refusal
 from ..guards.gradients import Grads
 from ..guards.reachable import Reach
@@ -34,7 +35,7 @@ __all__ = ["transaction"]
 def transaction(reach: Reach, grads: Grads, device: torch.device) -> Iterator[Snapshot]:
     """Put everything back that the block disturbs, if it fails; gives what was there before it. It captures a call on the
     `device`."""
-    host, drawn, snapshot, settings = _HostRandom(reach), _Generators(reach), Snapshot(reach), modes()
+    host, drawn, snapshot, settings = _HostRandom(reach), _Generators(reach, device), Snapshot(reach), modes()
     torch.clear_autocast_cache()
     try:
         yield snapshot
@@ -87,16 +88,18 @@ class _HostRandom:
 
 
 class _Generators:
-    """Where torch's generators stand before a capture: the default ones of all devices, and those in reach."""
+    """Where torch's generators stand before a capture: the default ones of all devices, and those in reach. The GPU that
+    captures puts its own back by itself, whose states may be exchanged meanwhile."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, device: torch.device) -> None:
         gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        self._stood = [(g, g.get_state()) for g in dict.fromkeys((torch.default_generator, *gpus, *reach.generators))]
+        every = dict.fromkeys((torch.default_generator, *gpus, *reach.generators))
+        self._stood = [(g, g.get_state()) for g in every if device.type == "cpu" or g.device != device]
 
     def _moved(self) -> list[tuple[torch.Generator, torch.Tensor]]:
         """Those that have moved on, if it was no other thread: what that has drawn is not to be drawn again."""
-        alone = threading.active_count() == 1
-        return [(g, state) for g, state in self._stood if alone and not torch.equal(g.get_state(), state)]
+        moved = [(g, state) for g, state in self._stood if not torch.equal(g.get_state(), state)]
+        return [] if moved and users_elsewhere() else moved
 
     def refuse(self, kind: str) -> None:
         """Refuse a call that has moved those of this kind of device, of which the capture knows nothing."""

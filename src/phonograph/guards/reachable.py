@@ -706,8 +706,8 @@ class Reach(Objects):
                 (identity(kind), name), lambda: space.get(name, MISSING), lambda value: type.__setattr__(kind, name, value)
             )
 
-        own, inside = containers.by_key(spot), lambda: (of_class(kind),)
-        self._hold(Holder(path, read, restore, named=containers.keyed, spot=own, inside=inside))
+        own = containers.by_key(spot) if type(kind).__setattr__ is type.__setattr__ else None  # ctypes has one of its own
+        self._hold(Holder(path, read, restore, named=containers.keyed, spot=own, inside=lambda: (of_class(kind),)))
 
     def _is_unread(self, name: str, value: object) -> bool:
         """Whether nothing that ran can have read this attribute of a class."""

@@ -31,7 +31,7 @@ from ..python.read_gate import Reads, behind_gate
 from ..python.subscripts import ALL_VARIABLES, TABLES, keys_after
 from ..python.variable_loads import ATTRIBUTE, CELL, GLOBAL, Load, loads_in
 
-__all__ = ["ARRAY", "CROWD", "FILE", "ITERATOR", "Found", "Untouched", "Unwatchable"]
+__all__ = ["ARRAY", "CROWD", "FILE", "ITERATOR", "Found", "Untouched", "Unwatchable", "advice"]
 
 _ANY = object()
 _PLAIN = (tuple, list, dict, set, frozenset, deque, OrderedDict, defaultdict)
@@ -54,7 +54,7 @@ class Unwatchable(NamedTuple):
         return re.split(r"\W+", self.path.rstrip("'\"])"))[-1]
 
     def refusal(self, where: str) -> Refusal:
-        path, in_trainer = self.path, "._trainer." in self.path
+        path = self.path
         if self.kind is FILE:
             return Refusal(f"uses an open file ({path})",
                            "read and write it outside, or mark the part that does @pg.live", where)  # fmt: skip
@@ -62,15 +62,21 @@ class Unwatchable(NamedTuple):
             return Refusal(f"uses an array ({path}), which can change without notice",
                            "pass it as a tensor, or let nobody write it: array.setflags(write=False)", where)  # fmt: skip
         if self.kind is CROWD:
-            return Refusal("can reach more than can be watched",
-                           "let it refer to less, or pass what it needs as arguments", where)  # fmt: skip
-        return Refusal(f"uses an iterator ({path})", "a LightningModule refers to its trainer: call pg.record on the network "
-                       "in it" if in_trainer else "take the next item outside and pass it as an argument; advance a progress "
-                       "bar outside", where)  # fmt: skip
+            less = "let it refer to less, or pass what it needs as arguments"
+            return Refusal("can reach more than can be watched", advice([path], less), where)
+        outside = "take the next item outside and pass it as an argument; advance a progress bar outside"
+        return Refusal(f"uses an iterator ({path})", advice([path], outside), where)
 
     @staticmethod
     def iterating(path: str, thing: object) -> Unwatchable:
         return Unwatchable(path, thing, FILE if issubclass(type(thing), io.IOBase) else ITERATOR)
+
+
+def advice(paths: Iterable[str], otherwise: str) -> str:
+    """The remedy against what a function can reach, which for a LightningModule is all that its trainer has."""
+    if any("._trainer." in path for path in paths):
+        return "a LightningModule refers to its trainer: call pg.record on the network in it"
+    return otherwise
 
 
 class Found(NamedTuple):

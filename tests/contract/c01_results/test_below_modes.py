@@ -213,6 +213,7 @@ def test_c01_tensors_that_are_known_to_be_zero_within_an_operator(device):
     assert unable.value == 0
 
 
+@may_run_live
 @pytest.mark.parametrize("operator", [torch.clamp, torch.maximum, lambda x, y: x.masked_fill(y > 0, y.sum())])
 def test_c01_gradients_that_lie_otherwise_in_memory(device, operator):
     """Torch computes them by other operators where a mode looks on: the strides may be others, and the order of a sum."""
@@ -226,7 +227,8 @@ def test_c01_gradients_that_lie_otherwise_in_memory(device, operator):
         x, y = torch.randn(2, 5, 7, device=device)
         for found, expected in zip(f(x, y), gradients(x, y), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, check_stride=False)
-    assert pg.stats(f).replayed == 3
+    waits = device.type == "cuda" and operator not in (torch.clamp, torch.maximum)  # for the value
+    assert pg.stats(f).replayed == (0 if waits else 3)
 
 
 @may_run_live

@@ -4,6 +4,7 @@ import copy
 import inspect
 import queue
 import types
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -866,7 +867,7 @@ def test_c15_a_place_that_is_shared_is_nobody_elses_in_a_capture(device, monkeyp
 
     def recorded(x, **terms):
         call = describe((x,), {})
-        recording = record("f", f, call, Reach([("f", f)]), target, Terms(Placement(turns=True, **terms)))
+        recording = record("f", f, call, Reach([("f", f)]), target, Terms(Placement(turns=True, **terms)), ExitStack())
         target.settle(recording)
         target.pool.add(recording)
         return Player(recording, target), call

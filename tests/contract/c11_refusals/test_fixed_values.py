@@ -129,7 +129,7 @@ def test_c08_what_such_a_number_was_read_of_is_another_now(device, change):
             change(h, n == 12)
         x = ramp(device, 3, start=n)
         assert_same(f(x), goes_on(x, h))
-    assert pg.stats(f).recorded in (2, 4), reasons(f)  # the one from before plays again, but where other tensors are there
+    assert 2 <= pg.stats(f).recorded <= 4, reasons(f)  # the one from before plays again, but where other tensors are there
     assert pg.stats(f).replayed >= 18, reasons(f)
 
 

@@ -89,7 +89,7 @@ def p04_counts_right_answers(mended):
     return Made(mended_step if mended else train_step, lambda f, i: f(*labelled(i)))
 
 
-@first_day(told="PG101 PG509", needs="tqdm")
+@first_day(told="PG101", needs="tqdm")
 def p05_shows_a_bar(mended):
     import io
 
