@@ -15,6 +15,7 @@ from ..capture.recording import Output
 from ..devices.base import Captured
 from ..errors import Refusal
 from ..guards.gradients import Grads
+from ..guards.unwatchable import NETWORK, in_trainer
 from ..memory.pool import Lease
 from ..memory.spans import Spans
 from ..values.tensor_subclasses import storages
@@ -61,7 +62,7 @@ def backward_of(
                       "put nn.Dropout between layers of their own, instead of dropout=")  # fmt: skip
     if backward.function is not None and request.reach.mentions.reads_gradients:
         raise Refusal("has code that runs in its backward, and may look at gradients, of which eager has added some by then",
-                      "record the whole step")  # fmt: skip
+                      NETWORK if in_trainer(request.reach.modules) else "record the whole step")  # fmt: skip
     return backward
 
 

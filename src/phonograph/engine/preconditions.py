@@ -12,7 +12,7 @@ from ..call.signature import Call
 from ..errors import Refusal
 from ..guards import fsdp_state as shards
 from ..guards.reachable import Reach
-from ..guards.unwatchable import advice
+from ..guards.unwatchable import NETWORK, in_trainer
 from ..python.names_in_code import HISTORY
 from ..values.tensor_subclasses import parts
 
@@ -71,7 +71,7 @@ def _questions(reach: Reach, call: Call, traced: bool) -> None:
                       _read_at(reach, *sorted(HISTORY)))  # fmt: skip
     for asked in sorted(_MEMORY & reach.mentions.reads):
         if not reach.gives(asked):
-            remedy = advice(reach.names.values(), "do that outside, and pass the answer")
+            remedy = NETWORK if in_trainer(reach.modules) else "do that outside, and pass the answer"
             raise Refusal(f"asks what a tensor's memory is like ({asked})", remedy, _read_at(reach, asked))
 
 

@@ -20,7 +20,7 @@ from ..guards.gradients import Grads
 from ..guards.reachable import Reach
 from ..guards.reliances import Reliances, not_heard
 from ..guards.snapshot import Snapshot
-from ..guards.unwatchable import advice
+from ..guards.unwatchable import NETWORK, in_trainer
 from ..memory.pool import Lease
 from ..memory.spans import Spans
 from ..python.identity import identity
@@ -161,8 +161,8 @@ class Settlement:
         if any(map(entangled.filled.__contains__, map(identity, call.containers))):
             raise entangled.of_container()
         if (refusal := entangled.refusal(call, Naming(self._request.function))) is not None:
-            paths = self._request.reach.names.values()
-            raise replace(refusal, remedy=advice(paths, refusal.remedy), this_call=True)
+            remedy = NETWORK if in_trainer(self._request.reach.modules) else refusal.remedy
+            raise replace(refusal, remedy=remedy, this_call=True)
         return entangled
 
     def _relied_on(self) -> Snapshot:

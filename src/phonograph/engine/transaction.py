@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -87,28 +88,48 @@ class _HostRandom:
                           final=False)  # fmt: skip
 
 
+class _Stood(NamedTuple):
+    """Where a generator stood. On a GPU, whoever exchanges states gives it that of another (`graphsafe_set_state`): then it
+    stood in its own, which both may have moved on."""
+
+    generator: torch.Generator
+    own: torch.Generator
+    state: torch.Tensor
+
+    @classmethod
+    def of(cls, g: torch.Generator) -> _Stood:
+        own = g.graphsafe_get_state() if g.device.type == "cuda" else g
+        return cls(g, own, own.get_state())
+
+    def moved(self) -> bool:
+        return not torch.equal(self.own.get_state(), self.state)
+
+    def put_back(self) -> None:
+        if self.own is not self.generator:
+            self.generator.graphsafe_set_state(self.own)
+        if self.moved():
+            put(self.own, self.state)
+
+
 class _Generators:
     """Where torch's generators stand before a capture: the default ones of all devices, and those in reach. The GPU that
-    captures puts its own back by itself, whose states may be exchanged meanwhile."""
+    captures puts its own back by itself."""
 
     def __init__(self, reach: Reach, device: torch.device) -> None:
         gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         every = dict.fromkeys((torch.default_generator, *gpus, *reach.generators))
-        self._stood = [(g, g.get_state()) for g in every if device.type == "cpu" or g.device != device]
-
-    def _moved(self) -> list[tuple[torch.Generator, torch.Tensor]]:
-        """Those that have moved on, if it was no other thread: what that has drawn is not to be drawn again."""
-        moved = [(g, state) for g, state in self._stood if not torch.equal(g.get_state(), state)]
-        return [] if moved and users_elsewhere() else moved
+        self._stood = [_Stood.of(g) for g in every if device.type == "cpu" or g.device != device]
 
     def refuse(self, kind: str) -> None:
         """Refuse a call that has moved those of this kind of device, of which the capture knows nothing."""
-        if any(g.device.type == kind for g, _ in self._moved()):
+        if any(one.generator.device.type == kind and one.moved() for one in self._stood) and not users_elsewhere():
             raise Refusal("code of others draws random numbers on the CPU", "draw outside, and pass them as an argument")
 
     def restore(self) -> None:
-        for g, state in self._moved():
-            put(g, state)
+        """Put them back, if it was no other thread that has moved them: what that has drawn is not to be drawn again."""
+        if not users_elsewhere():
+            for one in self._stood:
+                one.put_back()
 
 
 def _draws_at(reach: Reach) -> str:

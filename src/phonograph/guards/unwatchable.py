@@ -31,8 +31,9 @@ from ..python.read_gate import Reads, behind_gate
 from ..python.subscripts import ALL_VARIABLES, TABLES, keys_after
 from ..python.variable_loads import ATTRIBUTE, CELL, GLOBAL, Load, loads_in
 
-__all__ = ["ARRAY", "CROWD", "FILE", "ITERATOR", "Found", "Untouched", "Unwatchable", "advice"]
+__all__ = ["ARRAY", "CROWD", "FILE", "ITERATOR", "NETWORK", "Found", "Untouched", "Unwatchable", "in_trainer"]
 
+NETWORK = "a LightningModule refers to its trainer: call pg.record on the network in it"
 _ANY = object()
 _PLAIN = (tuple, list, dict, set, frozenset, deque, OrderedDict, defaultdict)
 _BY_TEXT = frozenset({"getattr", "attrgetter", "methodcaller", "itemgetter", "__dict__", "vars"})
@@ -63,20 +64,18 @@ class Unwatchable(NamedTuple):
                            "pass it as a tensor, or let nobody write it: array.setflags(write=False)", where)  # fmt: skip
         if self.kind is CROWD:
             less = "let it refer to less, or pass what it needs as arguments"
-            return Refusal("can reach more than can be watched", advice([path], less), where)
+            return Refusal("can reach more than can be watched", NETWORK if "._trainer." in path else less, where)
         outside = "take the next item outside and pass it as an argument; advance a progress bar outside"
-        return Refusal(f"uses an iterator ({path})", advice([path], outside), where)
+        return Refusal(f"uses an iterator ({path})", NETWORK if "._trainer." in path else outside, where)
 
     @staticmethod
     def iterating(path: str, thing: object) -> Unwatchable:
         return Unwatchable(path, thing, FILE if issubclass(type(thing), io.IOBase) else ITERATOR)
 
 
-def advice(paths: Iterable[str], otherwise: str) -> str:
-    """The remedy against what a function can reach, which for a LightningModule is all that its trainer has."""
-    if any("._trainer." in path for path in paths):
-        return "a LightningModule refers to its trainer: call pg.record on the network in it"
-    return otherwise
+def in_trainer(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether one of these is a LightningModule with a trainer, by which a function can reach all that the trainer has."""
+    return any(vars(m).get("_trainer") is not None for m in modules)
 
 
 class Found(NamedTuple):

@@ -22,7 +22,7 @@ from .bytecode import all_within, items_set, looks_around, matches, names_in, sl
 from .identity import identity
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
-from .origin import LIBRARY, is_torchs, is_users, origin
+from .origin import LIBRARY, is_ours, is_torchs, is_users, origin
 from .read_gate import Reads
 
 __all__ = ["REFLECTS", "Ran", "is_resumed"]
@@ -63,7 +63,8 @@ class Ran:
         past = past or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
         self.reads = reads if reads is not None and reads.certain and not past else None
         """What it has read of objects, if that is known."""
-        self._torchs: Set[str] = _NONE.union(*(names_in(c) for c in codes if is_torchs(c.co_filename)))
+        torchs = [code for code in codes if is_torchs(code.co_filename) and not is_ours(code.co_filename)]
+        self._torchs: Set[str] = _NONE.union(*map(names_in, torchs))
         self._others = others
         self._uses: dict[str, _Use] = {}
         self._elsewhere = _NONE.union(*map(names_in, elsewhere))

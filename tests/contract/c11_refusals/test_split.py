@@ -617,6 +617,6 @@ def test_c11_what_lacks_memory_once_is_not_taken_for_what_cannot_be_captured(dev
     for n in range(12):
         x = torch.ones(3, device=device) + n
         assert_same(f(x), (x * 2).sin())
-    assert not left
+    assert not left, pg.explain(f)
     assert pg.stats(f).replayed >= 8, pg.explain(f)
     assert "live between" not in pg.explain(f)
