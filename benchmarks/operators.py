@@ -30,10 +30,10 @@ import torch
 
 HERE = str(Path(__file__).parent)
 sys.path[:] = [p for p in sys.path if p != HERE] + [HERE]  # numba, which torch's tests import, wants a package `coverage`
-import harness
-import phonograph as pg
-from phonograph.comparison import assert_same
-from phonograph.reasons import code_of
+import harness  # noqa: E402
+import phonograph as pg  # noqa: E402
+from phonograph.comparison import assert_same  # noqa: E402
+from phonograph.reasons import code_of  # noqa: E402
 
 CLAIM = "operators"
 TARGET = "no case differs, raises or ends its process"

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from .._torch.autograd import backward_id
 from .._torch.dynamic import Private, Reading
 from .._torch.modes import autocast_is_on, following_views
 from .operators import Meaning
@@ -30,7 +31,8 @@ _CASTS = frozenset({
     "aten::_trilinear", "aten::linalg_polar", "aten::linalg_pinv", "aten::ldexp", "aten::mvlgamma", "aten::_scaled_mm",
     "aten::_scaled_mm_v2",
 })  # fmt: skip
-_CASTS_ON_CPU = frozenset({"aten::_trilinear"})  # on a GPU, autocast is off within `bilinear`, of which it is a part
+# On a GPU, autocast is off within `bilinear`, of which it is a part, and on again where the backward of that calls it.
+_CASTS_ON_CPU = frozenset({"aten::_trilinear"})
 _PART_OF_CAST = frozenset({"aten::linalg_pinv"})  # of `pinverse`, as well
 _USUAL = torch.bfloat16, torch.float16, True
 USED_WHEN_ON: tuple[Callable[[], object], ...] = (
@@ -83,7 +85,9 @@ class Casts:
         if not found:
             return ()
         (of_cpu, of_cuda), _ = found
-        return (of_cpu, (False, of_cuda[1]) if m.name in _CASTS_ON_CPU else of_cuda), False
+        if m.name in _CASTS_ON_CPU and backward_id() < 0:
+            of_cuda = False, of_cuda[1]
+        return (of_cpu, of_cuda), False
 
     def unclear(self, m: Meaning) -> bool:
         """Whether nobody tells if what this operator calls is cast."""
