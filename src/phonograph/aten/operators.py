@@ -120,7 +120,7 @@ _OTHER_DERIVATIVES = {"aten::prod", "aten::cumprod"}
 # Of some others, where somebody is told of each operator: tangents that are rounded otherwise, a gradient with other strides.
 _OTHER_TANGENTS = {f"aten::{name}" for name in (
     "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm", "native_group_norm",
-    "native_layer_norm", "prod",
+    "native_layer_norm", "_fused_rms_norm", "prod",
 )}  # fmt: skip
 _READS_NUMBER = "aten::_local_scalar_dense"
 _OTHER_STRIDES = {"aten::ormqr"}

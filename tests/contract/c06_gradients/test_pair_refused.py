@@ -470,6 +470,7 @@ NORMS = {
     "batch": lambda x: F.batch_norm(x, None, None, training=True),
     "group": lambda x: F.group_norm(x, 2),
     "layer": lambda x: F.layer_norm(x, (5,)),
+    "root mean square": lambda x: F.rms_norm(x, (5,)),
     "instance": F.instance_norm,
 }
 
