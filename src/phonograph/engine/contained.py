@@ -6,6 +6,7 @@ from types import TracebackType
 
 from ..errors import NotPutBack, Refusal
 from ..guards.carried_state import Carries
+from ..python.standing import stands, unwind
 from ..statistics import logger
 from ..values.keys import NoSignature
 from ..values.pytree import Opens
@@ -19,15 +20,17 @@ _OTHERS = (Refusal, NoSignature, Carries, Opens, NotPutBack, Warning)
 
 
 class Contained:
-    """While entered, an exception refuses the call. `doing`: what is done there, for the log."""
+    """While entered, an exception refuses the call, and leaves nothing standing. `doing`: what is done there, for the log."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
 
     def __enter__(self) -> None:
-        pass
+        self._before = stands()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            unwind(self._before)
         if not isinstance(error, Exception) or isinstance(error, _OTHERS):
             return
         where, *_ = innermost(error.__traceback__)

@@ -566,36 +566,41 @@ class Dials:
         """What each used probe stands for now. (The same dictionary each time, and the same numbers where they are.)"""
         if self._worked_out is self.values and not self._stale:
             return self._numbers
-        self._worked_out = self.values
         if self._settled is None:
             self._numbers = {probe: self.formulas[probe](self.values) for probe in self.used}
         else:
             self._numbers.update(self._settled.all_numbers(self.values) if self._stale else self._settled.turning(self.values))
-        self._stale = False
+        self._worked_out, self._stale = self.values, False
         return self._numbers
 
     def turned(self, *, running: bool = False) -> bool:
         """Whether a source has another value than at the last look; then `values` are the new ones. While a call is `running`,
         its counts are those with which it began."""
         counts = self.values[self._counts_from :] if running or not self.counts else self.counts.values()
-        now, others = [group.get(key) for group, key in self.sources], False
-        if not all(map(operator.is_, now, self._last)):
-            self._last, self._stale, others = now, True, True
+        now, settings = [group.get(key) for group, key in self.sources], self._settings
+        there, at_spots, others = (
+            [spot.get() for spot in self.spots] if self.spots else self._seen_last,
+            self._at_spots,
+            self._others,
+        )
+        sets, moves = not all(map(operator.is_, now, self._last)), not all(map(operator.is_, there, self._seen_last))
+        if not (sets or moves or self.counts):
+            return False
+        if sets:
             read = [_numbers(v) for v in now]
             other = None in read or [*map(_form, now)] != self._forms
-            self._settings = () if other else tuple([number for numbers in read for number in numbers or ()])
-        if self.spots:
-            there = [spot.get() for spot in self.spots]
-            if not all(map(operator.is_, there, self._seen_last)):
-                self._others = [i for i, (a, b) in enumerate(zip(there, self._seen_last, strict=True)) if a is not b]
-                self._seen_last, self._stale, others = there, True, True
-                exact = all(type(n) is float or -LARGEST < n < LARGEST for n in there if type(n) in (int, float))
-                self._at_spots = tuple(there) if exact and [*map(type, there)] == self._kinds else ()
-        if not (others or self.counts):
-            return False
-        before = self.values
-        self.values = (*self._settings, *self._at_spots, *counts) if counts is not None else ()
-        return before != self.values or _bits(before) != _bits(self.values)
+            settings = () if other else tuple([number for numbers in read for number in numbers or ()])
+        if moves:
+            others = [i for i, (a, b) in enumerate(zip(there, self._seen_last, strict=True)) if a is not b]
+            exact = all(type(n) is float or -LARGEST < n < LARGEST for n in there if type(n) in (int, float))
+            at_spots = tuple(there) if exact and [*map(type, there)] == self._kinds else ()
+        values = (*settings, *at_spots, *counts) if counts is not None else ()
+        turned = values != self.values or _bits(values) != _bits(self.values)
+        # All at once, and last: a look that is broken off has seen nothing.
+        self._stale = self._stale or sets or moves
+        self._last, self._settings, self._seen_last, self._at_spots, self._others = now, settings, there, at_spots, others
+        self.values = values
+        return turned
 
     def fit(self) -> bool:
         """Whether the program still takes the branches that it took when it was captured, with numbers that can be worked out

@@ -3,7 +3,7 @@
 Each is noted here before it is made, with what takes it back. For it is not certain that the end of its `with` block does:
 
 * Ctrl-C, or a lack of memory, may come at the very first instruction of what the block ends with. Then whoever began the call
-  takes back what stands (`unwound`).
+  takes back what stands (`unwound`), and whoever answers the exception by a live run (`unwind`).
 * The process may be forked meanwhile by another thread. The child does not have the thread that would take it back, nor those
   that would release a lock.
 
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from .putting_back import put_back
 
-__all__ = ["Standing", "ended", "fresh_in_children", "standing", "unwound"]
+__all__ = ["Standing", "ended", "fresh_in_children", "standing", "stands", "unwind", "unwound"]
 
 T = TypeVar("T")
 
@@ -88,13 +88,23 @@ class ended(AbstractContextManager[T]):  # noqa: N801 - it is used as a function
 @contextmanager
 def unwound() -> Iterator[None]:
     """An exception of the block takes back what this thread has changed in it, and has not taken back by itself."""
-    before = {*map(id, _all)}
+    before = stands()
     try:
         yield
     except BaseException:
-        here = threading.get_ident()
-        put_back(*[one.end for one in reversed(_all) if one.thread == here and id(one) not in before])
+        unwind(before)
         raise
+
+
+def stands() -> list[Standing]:
+    """All that stands now."""
+    return [*_all]
+
+
+def unwind(before: list[Standing]) -> None:
+    """Take back what this thread has changed since, and has not taken back by itself."""
+    here = threading.get_ident()
+    put_back(*[one.end for one in reversed(_all) if one.thread == here and one not in before])
 
 
 def _forked() -> None:

@@ -107,10 +107,11 @@ class TapeProgram:
             held = [(calls, i, c, frozenset(numbers.keys() & {*_numbers_of(c)}))
                     for calls in (self._lists if numbers else ()) for i, c in enumerate(calls)]  # fmt: skip
             self._probes = [entry for entry in held if entry[-1]]
-        last, self._numbers = self._numbers, dict(numbers)
+        last, self._numbers = self._numbers, {}  # until all is set
         for calls, i, call, own in self._probes:
             if any(last.get(n) is not numbers[n] for n in own):
                 calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
+        self._numbers = dict(numbers)
         return frozenset[float]().union(*(own for *_, own in self._probes))
 
     def holds(self, numbers: Set[float]) -> bool:

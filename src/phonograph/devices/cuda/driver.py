@@ -419,7 +419,7 @@ class KernelNumbers:
     def set(self, numbers: Mapping[float, float]) -> None:
         """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel, where one of its numbers is
         another object than last time."""
-        last, self._last = self._last, dict(numbers)
+        last, self._last = self._last, {}  # until all is set
         others = {n for n, number in numbers.items() if last.get(n) is not number}
         for places, own, put in self._places:
             if own.isdisjoint(others):
@@ -429,6 +429,7 @@ class KernelNumbers:
                 memory[at : at + len(data)] = data
             if code := put():
                 checked(code, "cuGraphExecKernelNodeSetParams")
+        self._last = dict(numbers)
 
 
 _COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {KERNEL: _Kernel, _MEMCPY: _Memcpy}
