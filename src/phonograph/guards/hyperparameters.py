@@ -240,18 +240,30 @@ for _name in ("real", "imag"):
 
 def _is_number(v: object) -> bool:
     """Whether it is one that operators take."""
-    return isinstance(v, float) or (isinstance(v, int) and not isinstance(v, bool) and -(2**63) <= v < 2**63)
+    if isinstance(v, int):
+        return not isinstance(v, bool) and -(2**63) <= v < 2**63
+    return isinstance(v, float) or base_of(type(v)) is float
 
 
 def _numbers(setting: object) -> Values | None:
     """The numbers of a hyper-parameter that is one, or a tuple of them (`betas`)."""
     parts = setting if type(setting) is tuple else (setting,)
-    return tuple(map(float, parts)) if parts and all(map(_is_number, parts)) else None
+    return tuple(map(_kept, parts)) if parts and all(map(_is_number, parts)) else None
 
 
-def _form(setting: object) -> int:
-    """How many numbers in a tuple; -1 for a number by itself."""
-    return len(setting) if type(setting) is tuple else -1
+def _kept(number: Any) -> float:
+    """As a number is worked with: one of NumPy's that is narrower than a float rounds otherwise."""
+    return number if _is_narrow(number) else float(number)
+
+
+def _is_narrow(number: object) -> bool:
+    return not isinstance(number, float) and base_of(type(number)) is float
+
+
+def _form(setting: object) -> tuple[object, ...]:
+    """How many numbers in a tuple, -1 for a number by itself; and of which kinds narrow ones are."""
+    parts = setting if type(setting) is tuple else (setting,)
+    return len(parts) if parts is setting else -1, *[(i, type(n)) for i, n in enumerate(parts) if _is_narrow(n)]
 
 
 def _bits(values: Values) -> bytes:
@@ -594,8 +606,8 @@ class Dials:
         """Work out what depends on what."""
         turning = [n for n in self.used if self._turns(self.formulas[n])]
         deciding = [c for c in self._conditions.values() if self._turns(c[0])]
-        every = _numbers_of(self.used, self.formulas), _decisions(self._conditions.values())
-        self._settled = _Settled(_numbers_of(turning, self.formulas), every[0], _decisions(deciding), every[1])
+        every = _numbers_of(self._taken_as(self.used)), _decisions(self._conditions.values())
+        self._settled = _Settled(_numbers_of(self._taken_as(turning)), every[0], _decisions(deciding), every[1])
         self._moves = [*map(self._moving, (*self._marks, self._stand))]
         self._marks, self._derived = [], {}
         self._leaves = self._leave(self.values)
@@ -617,13 +629,18 @@ class Dials:
             places.setdefault(dial.probe, []).append(i)
         return written([self.formulas[probe] for probe in places]), [*places.values()]
 
+    def _taken_as(self, probes: Iterable[float]) -> dict[float, Formula]:
+        """What operators take for these: floats, whatever they were worked out of."""
+        narrow = any(map(_is_narrow, self.values))
+        return {probe: Worked(float, self.formulas[probe]) if narrow else self.formulas[probe] for probe in probes}
+
     def numbers(self) -> dict[float, float]:
         """What each used probe stands for now. (The same dictionary each time, and the same numbers where they are.)"""
         if self._worked_out is self.values and not self._stale:
             return self._numbers
         self._worked_out = self.values
         if self._settled is None:
-            self._numbers = {probe: self.formulas[probe](self.values) for probe in self.used}
+            self._numbers = {probe: formula(self.values) for probe, formula in self._taken_as(self.used).items()}
         else:
             self._numbers.update(self._settled.all_numbers(self.values) if self._stale else self._settled.turning(self.values))
         self._stale = False
@@ -714,12 +731,10 @@ def _none_decided(values: Values) -> bool:
     return True
 
 
-def _numbers_of(
-    probes: Iterable[float], formulas: Mapping[float, Formula]
-) -> Callable[[Values], Iterable[tuple[float, float]]]:
+def _numbers_of(formulas: Mapping[float, Formula]) -> Callable[[Values], Iterable[tuple[float, float]]]:
     """What these probes stand for."""
-    names = [*probes]
-    now = written([formulas[probe] for probe in names])
+    names = [*formulas]
+    now = written([*formulas.values()])
     return lambda values: zip(names, now(values), strict=True)
 
 

@@ -248,6 +248,12 @@ for _name in ("neg", "pos", "abs", "invert"):
     setattr(Tally, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
 for _name, _kind in (("float", float), ("complex", complex), ("str", str), ("repr", repr), ("format", format)):
     setattr(Tally, f"__{_name}__", _conversion(_name, _kind))
-_WHOLES = {"int": int, "index": operator.index, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}
+_WHOLES: dict[str, Callable[..., object]] = {
+    "int": int,
+    "index": operator.index,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+}
 for _name, _to in _WHOLES.items():
     setattr(Tally, f"__{_name}__", _to_whole(_name, _to))

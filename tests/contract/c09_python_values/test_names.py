@@ -432,4 +432,4 @@ def test_c09_what_keeps_changing_is_seldom_tried_again(device, script):
         made.append(counts(recorded)[1])
     assert made[40] == 9
     assert made.index(10) > 70
-    assert made[-1] <= 13
+    assert made[-1] <= 14  # after each wait one more than after the one before: there may be several kinds of calls

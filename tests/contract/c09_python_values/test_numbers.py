@@ -437,6 +437,7 @@ def test_c07_a_number_beside_kinds_that_take_turns(device, kind, period):
     assert_followed(alongside(device, make), 9)
 
 
+@may_run_live  # the optimizer's first step makes its state
 @pytest.mark.parametrize("where", ["outside", "inside", "counted"])
 @pytest.mark.parametrize("every", [2, 4])
 def test_c09_accumulation_beside_a_rate_that_changes(device, every, where):
@@ -450,8 +451,8 @@ def test_c09_accumulation_beside_a_rate_that_changes(device, every, where):
             s.n += 1
             loss = net(x).square().mean() / every
             loss.backward()
-            if where == "counted":
-                rate, last = 0.01 * min(1, s.n / 30), s.n % every == 0
+            if where == "counted" and s.n % every == 0:
+                rate, last = 0.01 * min(1, s.n / 30), True
             if last:
                 if rate is not None:
                     set_rate(s, rate)
@@ -468,3 +469,28 @@ def test_c09_accumulation_beside_a_rate_that_changes(device, every, where):
         return step, numbers, [*net.parameters()]
 
     assert_followed(alongside(device, make), 16)
+
+
+@may_run_live
+def test_c15_kinds_of_calls_that_are_new_all_at_once_settle(device):
+    """A warm-up ends while the others are hardly recorded: that is more than is recorded in quick succession."""
+
+    def make(device):
+        net = nn.Linear(8, 4).to(device)
+        s = SimpleNamespace(n=0, optimizer=torch.optim.Adam(net.parameters(), lr=0.01))
+
+        def step(x):
+            s.n += 1
+            loss = net(x).square().mean() / 4
+            loss.backward()
+            rate = 0.01 * min(1, s.n / 10)
+            if s.n % 4 == 0:
+                set_rate(s, rate)
+                s.optimizer.step()
+                s.optimizer.zero_grad()
+            return loss.detach()
+
+        return step, lambda n: (), [*net.parameters()]
+
+    recorded = alongside(device, make, 600)
+    assert pg.stats(recorded).replayed >= 100, pg.explain(recorded)
