@@ -28,6 +28,7 @@ from ..memory.spans import Spans
 from ..python.identity import identity
 from ..python.origin import written_out
 from ..values.keys import Identity, NoSignature, argument_key
+from ..values.numbers import base_of
 from ..values.pytree import Flattener
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to, unhashable
@@ -37,7 +38,6 @@ from .recurring_objects import RecurringObjects
 
 __all__ = [
     "ALIGNMENT",
-    "FOLLOWED",
     "HOOKS",
     "Call",
     "Key",
@@ -96,9 +96,6 @@ class Call(NamedTuple):
             self.leaves[self.places[i]] = self.tensors[i] = copy_of(self.tensors[i])
             del self.borrowed[i]
 
-
-FOLLOWED: dict[type[object], tuple[type[object]]] = {kind: (kind,) for kind in (float, int)}
-"""What stands in a key for any number of a kind."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -176,8 +173,8 @@ def _described(
                 keys.append(tensor_key(leaf))
                 tensors.append(leaf)
                 places.append(at)
-            elif followed and type(leaf) in FOLLOWED and (shape, at) in followed:
-                keys.append(FOLLOWED[type(leaf)])
+            elif followed and (shape, at) in followed and base_of(type(leaf)) is not None:
+                keys.append((type(leaf),))  # for any number of that kind
                 given.append(at)
             else:
                 keys.append(recurring.counted(argument_key(leaf)))

@@ -238,7 +238,7 @@ class Backoff:
             if not wait.left:  # many things change for some time only: a weight that grows to 1, models that are made in turn
                 refused.refusal = None
                 if history.room.full_since is None and not spared:
-                    history.changes.count = CHANGES - 1
+                    history.changes.count = max(0, CHANGES - (1 << wait.turns >> 1))  # as there are several kinds of calls
         if refused.standing:
             refusal, change = refused.found(calls, given)
             if refusal is not None:

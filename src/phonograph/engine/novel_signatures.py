@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ..call.differences import differing
-from ..call.signature import FOLLOWED, Call, Key
+from ..call.signature import Call, Key
 from ..errors import Refusal
 from ..guards.followed_numbers import Following
 from ..python.origin import users_line
+from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to
 from ..values.wording import Naming
@@ -22,6 +23,9 @@ __all__ = ["Novelty", "difference", "ever_new", "numbers_that_differ"]
 _UNREPEATED = 64  # signatures that never come again...
 _NEARLY = 3  # ...among so many times as many calls
 _KINDS = 64  # of calls that differ by more than numbers, of which the last ones are remembered
+
+
+_OF_NUMPY = 3  # parts of the key of a number of NumPy's (see `plain_key`)
 
 
 class Novelty:
@@ -102,7 +106,7 @@ def numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, 
 
 def _is_number(leaf: object) -> bool:
     """Whether this stands in a key for a number that could be followed."""
-    return type(leaf) is tuple and len(leaf) == 2 and leaf[0] in FOLLOWED
+    return type(leaf) is tuple and 1 < len(leaf) <= _OF_NUMPY and base_of(leaf[0]) is not None
 
 
 def _but_for_numbers(key: Key) -> object:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from .._torch.dynamic import Thing
 
-__all__ = ["WRITTEN_OUT"]
+__all__ = ["CONSTANTS", "WRITTEN_OUT"]
 
 
 def _cross_entropy(
@@ -104,3 +104,5 @@ WRITTEN_OUT: dict[object, Callable[..., Thing]] = {
     torch.Tensor.where: _method_where, torch.Tensor.__setitem__: _set_item,
 }  # fmt: skip
 """What is called in the place of a function. It answers `NotImplemented` to what it does not know."""
+CONSTANTS = (torch.tensor, torch.as_tensor)
+"""Those of them in which a number's own type decides: of one of NumPy's they make a tensor of that type."""

@@ -12,6 +12,7 @@ from ..python.holders import Holder
 from ..python.identity import identity, reading_list
 from ..python.introspection import dictionary_of
 from ..python.origin import written_out
+from ..values.numbers import base_of
 from .hyperparameters import Dials
 from .sameness import equal, may_stand_for
 from .snapshot import name_of
@@ -101,7 +102,7 @@ def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> Entry:
     saved = values if holder.part is None else holder.part.of(values)
     left_out = [i for i, value in enumerate(saved) if type(value) is float and identity(value) in dials.marks]
     if dials.whole and (spot := part.spot) is not None:
-        left_out += [i for i, value in enumerate(saved) if type(value) is int and _lies_at(spot, i, saved, dials.whole)]
+        left_out += [i for i, value in enumerate(saved) if _is_placed(value) and _lies_at(spot, i, saved, dials.whole)]
     if not left_out:
         return [part, part.read, saved]
     whole = part.read
@@ -114,6 +115,11 @@ def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> Entry:
         return tuple(now)
 
     return [part, read, tuple([None if i in left_out else value for i, value in enumerate(saved)])]
+
+
+def _is_placed(value: object) -> bool:
+    """Whether it is a number that is known by its place. (A float is known by itself.)"""
+    return type(value) is not float and base_of(type(value)) is not None
 
 
 def _lies_at(spot: Thing, i: int, values: tuple[object, ...], places: Set[object]) -> bool:

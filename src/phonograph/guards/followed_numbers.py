@@ -4,8 +4,9 @@ the user's. They are followed as those of torch's optimizers are (`dials`), wher
 A number is followed once it has changed: until then it is a value like any other, on which a recording relies. From then on a
 capture puts a dial in its place, where all code sees it. That code may do anything with it, so nothing is taken for granted:
 
-* Python's own arithmetic gives dials, comparisons and truth become conditions, and everything else that Python can do with a
-  number (`int`, `round`, a format, a key) gets the real one, and is noted.
+* Python's own arithmetic, and NumPy's, gives dials. Comparisons and truth become conditions, and so does a whole number that
+  has to be one of Python's (`int`, an index, a size): that it is this one. Everything else that Python can do with a number
+  (a format, a copy) gets the real one, and is noted.
 * `math` reads a number where no method is asked: for the time of the capture, its functions are replaced by such as give dials.
 * To torch a dial may only go as an argument of a function that hands it on, as it is, to an operator of the same name
   (`_PLAIN`); a mode looks at all of torch's functions for that. What else takes a number may work out others with it, or
@@ -28,6 +29,7 @@ from functools import wraps
 from types import BuiltinFunctionType, CodeType, FunctionType
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from .._torch.dynamic import Args, Kwargs, Thing
@@ -39,8 +41,9 @@ from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
+from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
-from .composite_functions import WRITTEN_OUT
+from .composite_functions import CONSTANTS, WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals
 from .reachable import Reach
 
@@ -57,16 +60,18 @@ _ACTIVATIONS = ("leaky_relu", "elu", "hardtanh", "threshold", "softplus", "softs
 _MARGINS = ("margin_ranking_loss", "hinge_embedding_loss", "cosine_embedding_loss", "triplet_margin_loss")
 _BOUNDS = ("clamp_min", "clamp_max", "minimum", "maximum")
 _FOREACH = tuple([f"_foreach_{name}" for name in (*_BASES[:8], *_BOUNDS) if name != "rsub"])
+_FUSED = tuple([f"_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")])
 _PLAIN = frozenset(
-    [*(f"{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")), "subtract", "multiply", "divide", "true_divide",
-     "multiply_", "divide_", "subtract_", "true_divide_", "greater", "less", "__rsub__", "__rdiv__", "__rtruediv__", "__rmul__",
-     "__radd__", "__add__", "__sub__", "__mul__", "__truediv__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__pow__",
-     "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "__rpow__", *_LOSSES, *_ACTIVATIONS, "_threshold", *_MARGINS,
+    [*(f"{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")), *_FUSED, "subtract", "multiply", "divide",
+     "true_divide", "multiply_", "divide_", "subtract_", "true_divide_", "greater", "less", "__rsub__", "__rdiv__",
+     "__rtruediv__", "__rmul__", "__radd__", "__add__", "__sub__", "__mul__", "__truediv__", "__iadd__", "__isub__", "__imul__",
+     "__itruediv__", "__pow__", "__gt__", "__lt__", "__ge__", "__le__", "__eq__", "__ne__", "__rpow__", *_LOSSES, *_ACTIVATIONS,
+     "_threshold", *_MARGINS,
      "nan_to_num", "nan_to_num_", "bernoulli_", "normal_", "multi_margin_loss", "addmm", "baddbmm", "addmv", "batch_norm",
      "layer_norm", "group_norm", "instance_norm", "scaled_dot_product_attention", "gumbel_softmax"])  # fmt: skip
 """Functions of torch's that hand a number on to an operator as it is. (Where one works out others, no operator takes it.)"""
 _OPERATORS = frozenset(
-    [*(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")),
+    [*(f"aten::{name}{way}" for name in (*_BASES, *_FOREACH) for way in ("", "_")), *[f"aten::{name}" for name in _FUSED],
      *(f"aten::{name}{way}" for name in (*_LOSSES, *_ACTIVATIONS) for way in ("", "_backward")), "aten::nan_to_num",
      "aten::nan_to_num_", "aten::bernoulli_", "aten::normal_"])  # fmt: skip
 """Operators whose kernels have a number among their parameters as it is, or in one of the forms that are looked for."""
@@ -104,7 +109,8 @@ _ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mo
 _HARMLESS = frozenset(file for name in (
     "abc", "collections", "_collections_abc", "contextlib", "copy", "dis", "enum", "functools", "inspect", "linecache",
     "logging", "importlib._bootstrap", "importlib._bootstrap_external", "os", "re", "threading", "traceback", "types", "typing",
-    "warnings", "weakref", "_weakrefset")
+    "warnings", "weakref", "_weakrefset",
+    "numpy._core.fromnumeric", "numpy._core._methods", "numpy.core.fromnumeric", "numpy.core._methods")
     for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
 _PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")
 
@@ -207,7 +213,7 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
             continue
         values = holder.read()
         for i, value in enumerate(values):
-            if type(value) in (int, float) and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
+            if base_of(type(value)) is not None and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
                 found.setdefault(spot.at, spot)
     for spot in found.values():
         spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
@@ -283,8 +289,10 @@ class _Guard(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         graded = name in _WITHOUT_GRADIENT and torch.is_grad_enabled()
         if name in _ARITHMETIC and all(t.is_floating_point() for t in tensors_in(args, [])):
-            args = tuple([x.as_float() if type(x) is Tally else x for x in args])
-            kwargs = {k: x.as_float() if type(x) is Tally else x for k, x in kwargs.items()}
+            args, kwargs = _as_floats(args), _as_floats(kwargs)
+        elif name in _PLAIN or (func in WRITTEN_OUT and func not in CONSTANTS):
+            which = Tally.is_real if name in _PLAIN or func is F.cross_entropy else _is_double
+            args, kwargs = _as_floats(args, which), _as_floats(kwargs, which)
         whole = any(type(x) is Tally for x in _dials_in((args, kwargs)))
         if name in _PLAIN and not whole and not (graded and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)):
             return self._taken(func, args, kwargs)
@@ -306,6 +314,20 @@ class _Guard(TorchFunctionMode):
             if times[dial.probe] == n:
                 self._dials.stray(dial.formula, f"is worked with in {getattr(func, '__name__', func)}")
         return result
+
+
+def _as_floats(value: Thing, which: Callable[[Tally], bool] = lambda tally: True) -> Thing:
+    """The same with floats in the place of such tallies, as torch's functions read them."""
+    if type(value) is Tally:
+        return value.as_float() if which(value) else value
+    if type(value) in (list, tuple):
+        return type(value)([_as_floats(v, which) for v in value])
+    return {k: _as_floats(v, which) for k, v in value.items()} if type(value) is dict else value
+
+
+def _is_double(tally: Tally) -> bool:
+    """Whether it stands for a `numpy.float64`, which is a float of Python's. (Not each function takes the others.)"""
+    return isinstance(tally, float)
 
 
 def _backward(
@@ -335,20 +357,38 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
         yield
         return
     instead = {f: _derived(dials, f) for f in vars(math).values() if type(f) is BuiltinFunctionType}
-    spaces = [vars(math), *{id(f.__globals__): f.__globals__ for f in reach.met if type(f) is FunctionType}.values()]
+    modules, numpy = [vars(math)], sys.modules.get("numpy")
+    if numpy is not None:  # whose other functions ask what stands there
+        instead[numpy.arange] = _with_reals(numpy.arange)
+        modules.append(vars(numpy))
+    functions = [f for f in reach.met if type(f) is FunctionType]
+    spaces = [*modules, *{id(f.__globals__): f.__globals__ for f in functions}.values()]
     own = [(space, name, f) for space in spaces for name, f in space.items() if type(f) is BuiltinFunctionType]
     before = [(space, name, f) for space, name, f in own if f in instead]
     for space, name, f in before:
         space[name] = instead[f]
+    converting = vars(torch.nn.utils.clip_grad)
+    converts = "float" not in converting
+    if converts:  # which does nothing else with it than to call it
+        converting["float"] = _float
     try:
         if any(type(v) is BuiltinFunctionType and v in instead for h in reach.holders for v in h.read()):
             dials.stray_all("may be given to a function of math that is no global variable")
         with _Guard(dials):
             yield
     finally:
+        if converts:
+            del converting["float"]
         for space, name, f in before:
             if space.get(name) is instead[f]:
                 space[name] = f
+
+
+def _float(x: Thing) -> Thing:
+    """A number as a float, followed as before."""
+    if type(x) is Tally:
+        return x.as_float()
+    return x if type(x) is Dial and x.wide else float(x)
 
 
 def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
@@ -359,14 +399,28 @@ def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
         given = [*_dials_in((args, kwargs))]
         if not any(type(x) is Tally or x.wide for x in given):
             return function(*args, **kwargs)
-        if kwargs or len(given) != sum(isinstance(x, Followed) for x in args) or function.__name__ in _NO_FLOATS:
+        if kwargs or len(given) != sum(isinstance(x, Followed) for x in args):
             why = f"is given to math.{function.__name__}"
             return function(*reals(args, why), **reals(kwargs, why))
         key = (function.__name__, tuple(map(said, args)))
-        formula = Worked(float, Worked(function, *[x.formula if isinstance(x, Followed) else x for x in args]))
+        worked = Worked(function, *[x.formula if isinstance(x, Followed) else x for x in args])
+        if function.__name__ in _NO_FLOATS:
+            return dials.stands(key, worked)
+        formula = Worked(float, worked)
         if any(type(x) is Tally for x in given):  # which has its real value: so would what is worked out, in a program as well
             return dials.derive_float(key, formula)
         return dials.derive(key, lambda: function(*map(_stands, args)), formula, wide=True)
+
+    return called
+
+
+def _with_reals(function: Callable[..., Thing]) -> object:
+    """A function of NumPy's that reads numbers where no method is asked."""
+
+    @wraps(function)
+    def called(*args: object, **kwargs: object) -> object:
+        why = f"is given to {function.__name__}"
+        return function(*reals(args, why), **reals(kwargs, why))
 
     return called
 

@@ -53,9 +53,10 @@ from ..python.introspection import takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs
 from ..python.standing import ended
-from ..values.counters import LARGEST, Followed, Tally, said
+from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
 from ..values.host_scalars import READS_NUMBER
+from ..values.numbers import base_of, is_truth
 from ..values.step_counts import StepCounts, begins, single
 from .reachable import Reach
 
@@ -65,9 +66,9 @@ _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", 
                 "NAdam", "RAdam", "ASGD", "Muon", "Rprop") if hasattr(torch.optim, name)])  # fmt: skip
 DECIDES = "a number by which it goes on"
 _FLOATS = {float}
-_NO_NUMBER = (ArithmeticError, TypeError, ValueError)  # by what formulas raise that eager would not have come to
+_NO_NUMBER = (ArithmeticError, TypeError, ValueError, RuntimeWarning)  # what formulas raise, where eager may not come to them
 _LARGEST = struct.unpack("f", b"\xff\xff\x7f\x7f")[0]  # float32: operators refuse to take a larger one
-_MAY_FAIL = frozenset({"__truediv__", "__rtruediv__", "__pow__", "__rpow__"})  # for some numbers
+_MAY_FAIL = frozenset(f"__{side}{name}__" for side in ("", "r") for name in ("truediv", "floordiv", "mod", "pow"))
 _random = random.Random(0)  # our own: the user's generator is not touched
 
 
@@ -90,10 +91,14 @@ class Dial(float, Followed):
         return sys.modules["numpy"].asarray(self.as_plain("is given to NumPy"), *args, **kwargs)
 
     def __array_ufunc__(self, function: object, method: str, *args: object, **kwargs: object) -> object:
-        return getattr(function, method)(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
+        if not self.wide:
+            return getattr(function, method)(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
+        return universal(self.dials, function, method, args, kwargs)
 
     def __array_function__(self, function: Callable[..., object], types: object, args: Args, kwargs: Kwargs) -> object:
-        return function(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
+        if not self.wide:
+            return function(*reals(args, "is given to NumPy"), **reals(kwargs, "is given to NumPy"))
+        return universal(self.dials, function, "__call__", args, kwargs)
 
     @property
     def wide(self) -> bool:
@@ -104,6 +109,10 @@ class Dial(float, Followed):
         """The number that it stands for, which is not followed then."""
         self.dials.lose(self, why)
         return float(self.formula(self.dials.values))
+
+    def as_decided(self, why: str) -> float:
+        """The same: a number that is not whole is hardly ever the same again."""
+        return self.as_plain(why)
 
     def __bool__(self) -> bool:
         return self.dials.decide(("__bool__", self.probe), self.formula)
@@ -124,8 +133,10 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
         if isinstance(other, complex):
             number = self.as_plain("meets a complex number")
             return function(other, number) if swapped else function(number, other)
-        if isinstance(other, Tally) or not isinstance(other, (int, float)):
+        if isinstance(other, Tally) or not (isinstance(other, (int, float)) or base_of(type(other))):
             return NotImplemented
+        if type(other).__module__ == "numpy":
+            return _beside_numpys(self, name, function, other, swapped)
         theirs = other.formula if isinstance(other, Dial) else other
         formula = Worked(function, theirs, self.formula) if swapped else Worked(function, self.formula, theirs)
         wide = self.wide or (isinstance(other, Dial) and other.wide)
@@ -134,6 +145,15 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
         return self.dials.derive((name, self.probe, said(other)), lambda: plain(self, other), formula, wide)
 
     return method
+
+
+def _beside_numpys(dial: Dial, name: str, function: Callable[..., object], other: Any, swapped: bool) -> object:
+    """Arithmetic with a number of NumPy's, which gives another."""
+    if not dial.wide:
+        number = dial.as_plain("meets a number of NumPy's")
+        return function(other, number) if swapped else function(number, other)
+    of = (other, dial.formula) if swapped else (dial.formula, other)
+    return dial.dials.stands((name, dial.said, said(other)), Worked(function, *of))
 
 
 def _comparison(name: str, function: Callable[[object, object], bool]) -> Callable[[Dial, object], object]:
@@ -167,6 +187,24 @@ def _conversion(name: str) -> Callable[..., object]:
     return method
 
 
+def _to_whole(name: str, function: Callable[..., int]) -> Callable[[Dial], object]:
+    """What has to be a whole number of Python's is a decision, that it is this one."""
+    plain, why = getattr(float, name), f"is converted ({name.strip('_')})"
+
+    def method(self: Dial) -> object:
+        if not self.wide:
+            return plain(self.as_plain(why))
+        return self.dials.settled((name, self.said), Worked(function, self.formula))
+
+    return method
+
+
+def _round(self: Dial, *digits: Any) -> object:
+    if not self.wide or not all(type(n) in (int, type(None)) for n in digits):
+        return round(self.as_plain("is rounded"), *reals(digits, "is rounded"))
+    return self.dials.stands(("__round__", self.said, digits), Worked(round, self.formula, *digits))
+
+
 def _taken_apart(name: str) -> property:
     return property(lambda self: getattr(self.as_plain("is taken apart"), name))
 
@@ -174,22 +212,26 @@ def _taken_apart(name: str) -> property:
 def reals(value: Any, why: str) -> Any:
     """The same with real numbers in the place of dials, which are not followed then."""
     if isinstance(value, (Dial, Tally)):
-        return value.as_plain(why)
+        return value.as_decided(why)
     if type(value) in (list, tuple):
         return type(value)([reals(v, why) for v in value])
     return {k: reals(v, why) for k, v in value.items()} if type(value) is dict else value
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(Dial, f"__{_name}__", _arithmetic(f"__{_name}__", getattr(operator, _name), swapped=False))
     setattr(Dial, f"__r{_name}__", _arithmetic(f"__r{_name}__", getattr(operator, _name), swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Dial, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
 for _name in ("neg", "abs"):
     setattr(Dial, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
-for _name in ("float", "int", "trunc", "floor", "ceil", "round", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod",
-              "str", "repr", "format"):  # fmt: skip
+for _name in ("float", "str", "repr", "format"):
     setattr(Dial, f"__{_name}__", _conversion(f"__{_name}__"))
+for _name, _whole in (("int", int), ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)):
+    setattr(Dial, f"__{_name}__", _to_whole(f"__{_name}__", _whole))
+setattr(Dial, "__round__", _round)  # noqa: B010 - as those above
+setattr(Dial, "__divmod__", lambda self, other: (self // other, self % other))  # noqa: B010
+setattr(Dial, "__rdivmod__", lambda self, other: (other // self, other % self))  # noqa: B010
 for _name in ("hex", "is_integer", "as_integer_ratio", "conjugate"):
     setattr(Dial, _name, _conversion(_name))
 for _name in ("real", "imag"):
@@ -198,18 +240,30 @@ for _name in ("real", "imag"):
 
 def _is_number(v: object) -> bool:
     """Whether it is one that operators take."""
-    return isinstance(v, float) or (isinstance(v, int) and not isinstance(v, bool) and -(2**63) <= v < 2**63)
+    if isinstance(v, int):
+        return not isinstance(v, bool) and -(2**63) <= v < 2**63
+    return isinstance(v, float) or base_of(type(v)) is float
 
 
 def _numbers(setting: object) -> Values | None:
     """The numbers of a hyper-parameter that is one, or a tuple of them (`betas`)."""
     parts = setting if type(setting) is tuple else (setting,)
-    return tuple(map(float, parts)) if parts and all(map(_is_number, parts)) else None
+    return tuple(map(_kept, parts)) if parts and all(map(_is_number, parts)) else None
 
 
-def _form(setting: object) -> int:
-    """How many numbers in a tuple; -1 for a number by itself."""
-    return len(setting) if type(setting) is tuple else -1
+def _kept(number: Any) -> float:
+    """As a number is worked with: one of NumPy's that is narrower than a float rounds otherwise."""
+    return number if _is_narrow(number) else float(number)
+
+
+def _is_narrow(number: object) -> bool:
+    return not isinstance(number, float) and base_of(type(number)) is float
+
+
+def _form(setting: object) -> tuple[object, ...]:
+    """How many numbers in a tuple, -1 for a number by itself; and of which kinds narrow ones are."""
+    parts = setting if type(setting) is tuple else (setting,)
+    return len(parts) if parts is setting else -1, *[(i, type(n)) for i, n in enumerate(parts) if _is_narrow(n)]
 
 
 def _bits(values: Values) -> bytes:
@@ -315,9 +369,9 @@ class Dials:
         self.followed: set[tuple[int, str]] = set()
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self.marks: set[int] = set()
-        """The identities of the floats that were at those spots which the program follows."""
+        """The identities of the floats that were at spots: what the call has not touched it does not go by either."""
         self.whole: set[tuple[int, object]] = set()
-        """Where there are whole numbers, all of which it follows."""
+        """Where there are whole numbers, or NumPy's, all of which it follows."""
         self._numbers: dict[float, float] = {}
         self._worked_out: Values | None = None  # the values for which they were
         self._stale = True  # others than counts have changed since these were worked out
@@ -348,11 +402,31 @@ class Dials:
         """The dial of what is worked out of a tally."""
         return self.derive(key, _probe, formula, wide=True)
 
+    def stands(self, key: object, formula: Worked) -> object:
+        """What stands for that which a formula gives, of which the key says what it is."""
+        self.may_fail(key, formula)
+        value = formula(self.values)
+        if is_truth(value):
+            return type(value)(self.decide(key, formula))
+        if type(value) is float:
+            return self.derive_float(key, formula)
+        if base_of(type(value)) is None:
+            self.stray(formula, "is made something else")
+            return value
+        return Tally(self, key, formula, value)
+
+    def settled(self, key: object, formula: Worked) -> Any:
+        """The whole number that a formula gives, which has to be this one each time."""
+        self.may_fail(key, formula)
+        value = formula(self.values)
+        self.decide(("is", key), Worked(operator.eq, formula, value))
+        return value
+
     def left(self) -> None:
         """The call is over: what it has left at spots is noted, and put back."""
         for i, spot in enumerate(self.spots):
             now, stood = spot.get(), self.spot(i)
-            if now is not stood and (isinstance(now, (Dial, Tally)) or type(now) in (int, float)):
+            if now is not stood and (isinstance(now, (Dial, Tally)) or base_of(type(now))):
                 self._become[i] = now.formula if isinstance(now, Followed) else now
                 spot.put(stood)
         if self._become:
@@ -461,6 +535,8 @@ class Dials:
             self.decide(("fails", key), Worked(partial(_fails, formula.function), *formula.of))
             raise
 
+    reals = staticmethod(reals)
+
     def see(self, number: Any) -> None:
         """An operator got this number as an argument."""
         if type(number) is float and number in self.formulas and number not in self.wide:
@@ -528,31 +604,22 @@ class Dials:
 
     def settle(self) -> None:
         """Work out what depends on what."""
-        touched: set[int] = set()
-        turning = [n for n in self.used if self._turns(self.formulas[n], touched)]
-        deciding = [c for c in self._conditions.values() if self._turns(c[0], touched)]
-        every = _numbers_of(self.used, self.formulas), _decisions(self._conditions.values())
-        self._settled = _Settled(_numbers_of(turning, self.formulas), every[0], _decisions(deciding), every[1])
+        turning = [n for n in self.used if self._turns(self.formulas[n])]
+        deciding = [c for c in self._conditions.values() if self._turns(c[0])]
+        every = _numbers_of(self._taken_as(self.used)), _decisions(self._conditions.values())
+        self._settled = _Settled(_numbers_of(self._taken_as(turning)), every[0], _decisions(deciding), every[1])
         self._moves = [*map(self._moving, (*self._marks, self._stand))]
         self._marks, self._derived = [], {}
-        for i, formula in self._become.items():
-            touched.add(len(self._of) + i)
-            if isinstance(formula, (Given, Worked)):
-                self._turns(formula, touched)
-        for formula in self._handed_out:
-            self._turns(formula, touched)
         self._leaves = self._leave(self.values)
         self._tallies = {}
-        self.marks = {identity(mark) for i, mark in enumerate(self._seen_last)
-                      if len(self._of) + i in touched and type(mark) is float}  # fmt: skip
-        self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is int}
+        self.marks = {identity(mark) for mark in self._seen_last if type(mark) is float}
+        self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is not float}
         self.followed = {(identity(group), key) for group, key in self.sources}
 
-    def _turns(self, formula: Formula, touched: set[int]) -> bool:
-        """Whether this depends on a count. What it depends on is added to what is `touched`."""
+    def _turns(self, formula: Formula) -> bool:
+        """Whether this depends on a count."""
         self._touched.clear()
         formula(self.values)
-        touched |= self._touched
         return any(i >= self._counts_from for i in self._touched)
 
     def _moving(self, stand: Sequence[Dial]) -> tuple[Callable[[Values], Values], list[list[int]]]:
@@ -562,12 +629,17 @@ class Dials:
             places.setdefault(dial.probe, []).append(i)
         return written([self.formulas[probe] for probe in places]), [*places.values()]
 
+    def _taken_as(self, probes: Iterable[float]) -> dict[float, Formula]:
+        """What operators take for these: floats, whatever they were worked out of."""
+        narrow = any(map(_is_narrow, self.values))
+        return {probe: Worked(float, self.formulas[probe]) if narrow else self.formulas[probe] for probe in probes}
+
     def numbers(self) -> dict[float, float]:
         """What each used probe stands for now. (The same dictionary each time, and the same numbers where they are.)"""
         if self._worked_out is self.values and not self._stale:
             return self._numbers
         if self._settled is None:
-            self._numbers = {probe: self.formulas[probe](self.values) for probe in self.used}
+            self._numbers = {probe: formula(self.values) for probe, formula in self._taken_as(self.used).items()}
         else:
             self._numbers.update(self._settled.all_numbers(self.values) if self._stale else self._settled.turning(self.values))
         self._worked_out, self._stale = self.values, False
@@ -592,7 +664,7 @@ class Dials:
             settings = () if other else tuple([number for numbers in read for number in numbers or ()])
         if moves:
             others = [i for i, (a, b) in enumerate(zip(there, self._seen_last, strict=True)) if a is not b]
-            exact = all(type(n) is float or -LARGEST < n < LARGEST for n in there if type(n) in (int, float))
+            exact = all(-LARGEST < n < LARGEST for n in there if base_of(type(n)) is int)
             at_spots = tuple(there) if exact and [*map(type, there)] == self._kinds else ()
         values = (*settings, *at_spots, *counts) if counts is not None else ()
         turned = values != self.values or _bits(values) != _bits(self.values)
@@ -664,12 +736,10 @@ def _none_decided(values: Values) -> bool:
     return True
 
 
-def _numbers_of(
-    probes: Iterable[float], formulas: Mapping[float, Formula]
-) -> Callable[[Values], Iterable[tuple[float, float]]]:
+def _numbers_of(formulas: Mapping[float, Formula]) -> Callable[[Values], Iterable[tuple[float, float]]]:
     """What these probes stand for."""
-    names = [*probes]
-    now = written([formulas[probe] for probe in names])
+    names = [*formulas]
+    now = written([*formulas.values()])
     return lambda values: zip(names, now(values), strict=True)
 
 

@@ -30,6 +30,7 @@ from .._torch.dynamic import Reading, Thing
 from ..call.signature import modes
 from ..python.holders import Holder
 from ..python.identity import identity
+from ..values.numbers import base_of
 from ..values.tensor_subclasses import parts_of_all
 from . import module_epochs as witness
 from .attribute_epochs import states
@@ -185,7 +186,7 @@ class Reliances(Entries):
             if holder.spot is None or len(now) != len(saved):
                 continue
             for i, (a, b) in enumerate(zip(saved, now, strict=True)):
-                if a is not b and type(a) is type(b) is float and not same(a, b):
+                if a is not b and type(a) is type(b) and base_of(type(a)) is not None and not same(a, b):
                     found.append((holder.spot(i, now).at, holder.label(i, now)))
         return found
 

@@ -5,12 +5,16 @@ it (``if self.total_it % self.policy_freq == 0:``). A capture puts a `Tally` in 
 value, and remembers the arithmetic that is done with it. Decisions are conditions of the recording, as those by a dial are
 (`dials`): each kind of call has a recording of its own. A replay leaves there what the call would have left.
 
-A tally is no `int`, so that no code in C takes it for one: whoever needs one gets the real value, and then it is not followed.
-A float that is worked out of it (``beta ** step``) is a dial.
+A tally is no `int`, so that no code in C takes it for one: whoever needs one gets the real value. Where that is a whole number
+(an index, the end of a range) it is a decision as well, that the number is this one; else it is not followed then. A float that
+is worked out of it (``beta ** step``) is a dial.
+
+NumPy's scalars are tallies too, also those that are no whole numbers: what is worked out of them is of their kind.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable
@@ -20,8 +24,9 @@ import torch
 
 from .._torch.dynamic import Args, Kwargs
 from .formulas import Formula, Worked
+from .numbers import as_bytes, base_of, is_exact, is_small_array
 
-__all__ = ["LARGEST", "Followed", "Tally", "are_numbers", "are_plain", "said"]
+__all__ = ["LARGEST", "Followed", "Tally", "are_numbers", "are_plain", "said", "universal"]
 
 LARGEST = 2**53  # beyond, a float is not exact
 
@@ -37,34 +42,48 @@ class Followed:
         """By which arithmetic with it is the same."""
         raise NotImplementedError
 
+    def as_plain(self, why: str) -> Any:
+        """The number that it stands for, which is not followed then."""
+        raise NotImplementedError
+
 
 class Tally(Followed):
-    """A whole number: its `value` now, and the `formula` by which it is worked out."""
+    """A whole number, or one of NumPy's: its `value` now, and the `formula` by which it is worked out."""
 
     __slots__ = ("__weakref__", "_key", "dials", "formula", "value")
-    __array_ufunc__ = None  # NumPy's numbers leave arithmetic to this
 
-    def __init__(self, dials: Any, key: object, formula: Formula, value: int) -> None:
+    def __init__(self, dials: Any, key: object, formula: Formula, value: Any) -> None:
         self.dials, self._key, self.formula, self.value = dials, key, formula, value
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return int
+        return type(self.value)
 
     @property
     def said(self) -> Any:
         return Tally, self._key
 
-    def as_plain(self, why: str) -> int:
+    def is_real(self) -> bool:
+        """Whether it is no whole number, but one of NumPy's floats."""
+        return base_of(type(self.value)) is float
+
+    def as_plain(self, why: str) -> Any:
         """The number that it stands for, which is not followed then."""
         self.dials.stray(self.formula, why)
+        return self.value
+
+    def as_decided(self, why: str) -> Any:
+        """The number that it stands for, by which the call goes on: one that is not whole is not followed then."""
+        if self.is_real():
+            return self.as_plain(why)
+        self.dials.decide(("is", self.said), Worked(operator.eq, self.formula, self.value))
         return self.value
 
     def __bool__(self) -> bool:
         return bool(self.dials.decide((self.said, "__bool__"), self.formula))
 
     def __hash__(self) -> int:
-        return hash(self.as_plain("is looked up"))
+        return hash(self.as_decided("is looked up"))
 
     def __copy__(self) -> Tally:
         return self
@@ -73,10 +92,16 @@ class Tally(Followed):
         return self
 
     def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
-        return int, (self.as_plain("is copied"),)
+        return type(self.value), (self.as_plain("is copied"),)
 
     def __array__(self, *args: object, **kwargs: object) -> object:
-        return sys.modules["numpy"].asarray(self.as_plain("is given to NumPy"), *args, **kwargs)
+        return sys.modules["numpy"].asarray(self.as_plain(_TO_NUMPY), *args, **kwargs)
+
+    def __array_ufunc__(self, function: Any, method: str, *args: object, **kwargs: object) -> object:
+        return universal(self.dials, function, method, args, kwargs)
+
+    def __array_function__(self, function: Any, types: object, args: Args, kwargs: Kwargs) -> object:
+        return universal(self.dials, function, "__call__", args, kwargs)
 
     def as_float(self) -> Any:
         """What follows the same number as a float."""
@@ -89,6 +114,8 @@ class Tally(Followed):
         return func(*_real(args, why), **_real(kwargs or {}, why))
 
     def __getattr__(self, name: str) -> object:
+        if name == "item" and type(self.value) is not int:
+            return lambda: _worked(self, name, operator.methodcaller(name))
         return getattr(self.as_plain("is taken apart"), name)
 
     def __divmod__(self, other: Any) -> object:
@@ -97,14 +124,14 @@ class Tally(Followed):
     def __rdivmod__(self, other: Any) -> object:
         return other // self, other % self
 
-    def __round__(self, digits: int | None = None) -> object:
-        return self if digits is None else round(self.as_plain("is rounded"), digits)
+    def __round__(self, *digits: Any) -> object:
+        return _worked(self, "__round__", round, *digits) if all(map(_plain, digits)) else round(self.value, *digits)
 
 
 def _real(value: Any, why: str) -> Any:
     """The same with real numbers in the place of tallies."""
     if type(value) is Tally:
-        return value.as_plain(why)
+        return value.as_decided(why)
     if type(value) in (list, tuple):
         return type(value)([_real(v, why) for v in value])
     return {k: _real(v, why) for k, v in value.items()} if type(value) is dict else value
@@ -112,7 +139,7 @@ def _real(value: Any, why: str) -> Any:
 
 def are_numbers(old: object, new: object) -> bool:
     """Whether a number has taken the place of one, or what stands for it."""
-    return type(old) in _NUMBERS and (type(new) in _NUMBERS or isinstance(new, Followed))
+    return base_of(type(old)) is not None and (base_of(type(new)) is not None or isinstance(new, Followed))
 
 
 def are_plain(old: object, new: object) -> bool:
@@ -120,18 +147,20 @@ def are_plain(old: object, new: object) -> bool:
     return are_numbers(old, new) or {type(old), type(new)} <= _PLAIN
 
 
-_NUMBERS = (int, float)
 _PLAIN = frozenset({bool, str, type(None)})
+_TO_NUMPY = "is given to NumPy"
 
 
 def said(x: object) -> Any:
     """A number, or for what it stands: by which arithmetic is the same."""
-    return x.said if isinstance(x, Followed) else (type(x), repr(x))
+    if isinstance(x, Followed):
+        return x.said
+    return type(x), as_bytes(x) if is_small_array(x) else repr(x)
 
 
 def _plain(x: object) -> bool:
     """Whether arithmetic of a tally with this is a formula."""
-    return isinstance(x, Followed) or type(x) in (int, float, bool)
+    return isinstance(x, Followed) or type(x) is bool or base_of(type(x)) is not None
 
 
 def _formula(x: object) -> object:
@@ -141,26 +170,39 @@ def _formula(x: object) -> object:
 def _worked(tally: Tally, name: str, function: Callable[..., object], *others: object, swapped: bool = False) -> object:
     """The result of an operation, with the formula of it."""
     of = [tally, *others][:: -1 if swapped else 1]
-    formula = Worked(function, *map(_formula, of))
-    key = (tally.said, name, *map(said, others))
-    tally.dials.may_fail(key, formula)
-    value = formula(tally.dials.values)
-    if type(value) is int:
-        return Tally(tally.dials, key, formula, value)
-    if type(value) is float:
-        return tally.dials.derive_float(key, formula)
-    tally.dials.stray(formula, "is made something else")
-    return value
+    return tally.dials.stands((tally.said, name, swapped, *map(said, others)), Worked(function, *map(_formula, of)))
+
+
+def _given(x: object) -> bool:
+    """Likewise for what functions of NumPy's take: also lists and arrays of numbers (`numpy.interp`)."""
+    if type(x) in (list, tuple):
+        return all(base_of(type(y)) is not None for y in x)  # type: ignore[attr-defined]
+    return _plain(x) or is_small_array(x)
+
+
+def _kept(x: Any) -> object:
+    """Such an argument as it is now: it may be changed later."""
+    return x.copy() if type(x) is list or is_small_array(x) else _formula(x)
+
+
+def universal(dials: Any, function: Any, method: str, args: Args, kwargs: Kwargs) -> object:
+    """What a function of NumPy's makes of numbers, with the formula of it."""
+    if method == "__call__" and not kwargs and all(map(_given, args)) and is_exact(function, args):
+        return dials.stands((function, *map(said, args)), Worked(function, *map(_kept, args)))
+    called = function if method == "__call__" else getattr(function, method)
+    if not is_exact(function, args):  # perhaps it is another number: so this capture is not kept
+        args = tuple([x.as_plain(_TO_NUMPY) if isinstance(x, Followed) else x for x in args])
+    return called(*dials.reals(args, _TO_NUMPY), **dials.reals(kwargs, _TO_NUMPY))
 
 
 def _arithmetic(name: str, function: Callable[[object, object], object], swapped: bool) -> Callable[[Tally, object], object]:
     def method(self: Tally, other: object) -> object:
         if _plain(other):
             return _worked(self, name, function, other, swapped=swapped)
-        if function in _WITH_TENSORS and isinstance(other, torch.Tensor) and other.is_floating_point():
+        if isinstance(other, torch.Tensor) and (self.is_real() or (function in _WITH_TENSORS and other.is_floating_point())):
             mine = self.as_float()
         else:
-            mine = self.as_plain(f"is worked with ({name.strip('_')}), together with a {type(other).__name__}")
+            mine = self.as_decided(f"is worked with ({name.strip('_')}), together with a {type(other).__name__}")
         return function(other, mine) if swapped else function(mine, other)
 
     return method
@@ -174,9 +216,11 @@ def _comparison(name: str, function: Callable[[object, object], object]) -> Call
     def method(self: Tally, other: object) -> object:
         if other is None:
             return NotImplemented
+        if self.is_real() and isinstance(other, torch.Tensor):
+            return function(self.as_float(), other)
         if not _plain(other):
             return function(self.as_plain(f"is compared with a {type(other).__name__}"), other)
-        return self.dials.decide((self.said, name, said(other)), Worked(function, self.formula, _formula(other)))
+        return _worked(self, name, function, other)
 
     return method
 
@@ -189,6 +233,11 @@ def _conversion(name: str, kind: Callable[..., object]) -> Callable[..., object]
     return lambda self, *others: kind(self.as_plain(f"is converted ({name})"), *others)
 
 
+def _to_whole(name: str, kind: Callable[..., object]) -> Callable[[Tally], object]:
+    """What has to be a whole number of Python's is a decision, that it is this one."""
+    return lambda self: self.dials.settled((self.said, name), Worked(kind, self.formula))
+
+
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
     _function, _name = getattr(operator, _name), _name.rstrip("_")
     setattr(Tally, f"__{_name}__", _arithmetic(f"__{_name}__", _function, swapped=False))
@@ -197,6 +246,14 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Tally, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
 for _name in ("neg", "pos", "abs", "invert"):
     setattr(Tally, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
-for _name, _kind in (("int", int), ("index", int), ("float", float), ("complex", complex), ("str", str), ("repr", repr),
-                     ("format", format), ("trunc", int), ("floor", int), ("ceil", int)):  # fmt: skip
+for _name, _kind in (("float", float), ("complex", complex), ("str", str), ("repr", repr), ("format", format)):
     setattr(Tally, f"__{_name}__", _conversion(_name, _kind))
+_WHOLES: dict[str, Callable[..., object]] = {
+    "int": int,
+    "index": operator.index,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+}
+for _name, _to in _WHOLES.items():
+    setattr(Tally, f"__{_name}__", _to_whole(_name, _to))

@@ -349,16 +349,16 @@ def test_c09_all_that_a_dictionary_has_is_read(device, read, where):
 
 
 AS_A_WHOLE = {
-    "a local variable": ("{'factor': 2.0, 'done': 0}", "(lambda found: found['factor'])(config)", "config['done'] += 1"),
-    "a key that is worked out": ("{'factor': 2.0, 'done': 0}", "config['fac' + self.tor]", "config['done'] += 1"),
-    "a dictionary in one": ("{'in': {'factor': 2.0, 'done': 0}}", "config['in']['factor']", "config['in']['done'] += 1"),
+    "a local variable": ("{'factor': 2.0, 'done': ''}", "(lambda found: found['factor'])(config)", "config['done'] += '.'"),
+    "a key that is worked out": ("{'factor': 2.0, 'done': ''}", "config['fac' + self.tor]", "config['done'] += '.'"),
+    "a dictionary in one": ("{'in': {'factor': 2.0, 'done': ''}}", "config['in']['factor']", "config['in']['done'] += '.'"),
 }
 
 
 @may_run_live
 @pytest.mark.parametrize("kind", AS_A_WHOLE)
 def test_c09_what_counts_as_a_whole(device, kind):
-    """A count beside what is read runs live in the end, and is named."""
+    """A text beside what is read that grows runs live in the end, and is named. (A number is followed.)"""
     made, read, counts = (text.replace("config", "self.config") for text in AS_A_WHOLE[kind])
     source = f"""
         class Trainer(Base):

@@ -128,14 +128,14 @@ def test_c12_an_iterator_of_a_list_that_grows(device, make, warmup):
 @pytest.mark.parametrize("every", [30, 45, 50])
 def test_c08_what_changes_every_so_many_steps_is_recorded_anew(device, every):
     """As weights do for an evaluation. It never comes to be too often."""
-    state = types.SimpleNamespace(scale=2)  # no float: that would be followed
-    f = pg.record(lambda x: x * state.scale, warmup=1)
+    state = types.SimpleNamespace(scale="2")  # no number: that would be followed
+    f = pg.record(lambda x: x * float(state.scale), warmup=1)
     x = ramp(device, 2)
     for n in range(14 * every):
         if n % every == 0:
-            state.scale += 1
+            state.scale = str(int(state.scale) + 1)
         result = f(x)
-    assert_same(result, x * state.scale)
+    assert_same(result, x * float(state.scale))
     assert pg.stats(f).recorded == 14, pg.explain(f)
     assert pg.stats(f).replayed >= 14 * (every - 2)
 

@@ -204,18 +204,18 @@ def test_c09_all_that_an_object_has_at_once(device, kind, read):
 
 @may_run_live
 def test_c09_a_method_that_runs_later_counts_from_then_on(device):
-    """What it reads is no float, which would be followed."""
+    """What it reads is no number, which would be followed."""
     source = """
         class Trainer(Base):
-            def __init__(self): super().__init__(); self.warm, self.scale = False, 2
+            def __init__(self): super().__init__(); self.warm, self.scale = False, "2"
             def step(self, x): return self.update(x) * (self.scaled() if self.warm else 1.0)
-            def scaled(self): return self.scale
+            def scaled(self): return float(self.scale)
     """
     (ours, _), (live, _) = trainer(source, device), trainer(source, device)
     recorded = pg.record(ours.step)
     for warm, scale in [(False, 2), (False, 3), (True, 3), (True, 4), (False, 5), (True, 4), (True, 5)]:
         for one in (ours, live):
-            one.warm, one.scale = warm, scale
+            one.warm, one.scale = warm, str(scale)
         for n in range(3):
             assert_same(recorded(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
     assert counts(recorded)[1] == 4  # cold; warm with 3, 4 and 5

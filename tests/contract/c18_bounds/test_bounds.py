@@ -85,12 +85,12 @@ def test_c18_the_recordings_in_use_stay(device):
 @may_run_live
 def test_c18_a_value_that_is_new_in_each_call_ends_in_eager(device):
     def make():
-        cell = {"t": 0}
-        return lambda x: x + cell["t"], cell
+        cell = {"t": "0"}  # no number, which would be followed
+        return lambda x: x + float(cell["t"]), cell
 
     both = side_by_side(make, max_recordings=4)
     for n in range(100):
-        both.change(lambda cell, n=n: cell.update(t=n))
+        both.change(lambda cell, n=n: cell.update(t=str(n)))
         both(ramp(device, 3))
         if n == 60:
             recordings = pg.stats(both.recorded).recorded
@@ -101,15 +101,15 @@ def test_c18_a_value_that_is_new_in_each_call_ends_in_eager(device):
 @may_run_live
 def test_c18_what_was_played_again_stays_where_other_values_come_and_go(device):
     def make():
-        cell = {"t": 0}
-        return lambda x: x + cell["t"], cell
+        cell = {"t": "0"}
+        return lambda x: x + float(cell["t"]), cell
 
     both = side_by_side(make)
     x = ramp(device, 3)
     assert_settles(both, x)
     for n in range(1, 30):
-        both.change(lambda cell, n=n: cell.update(t=n))
+        both.change(lambda cell, n=n: cell.update(t=str(n)))
         both(x)
     assert any("changes from call to call" in reason for reason in pg.stats(both.recorded).refusals)
-    both.change(lambda cell: cell.update(t=0))
+    both.change(lambda cell: cell.update(t="0"))
     assert_replays(both, x)
