@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import CodeType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_
 from ..errors import Unseen
 from ..python.holders import Spot
 from ..python.identity import identity
-from ..python.introspection import takes_parameters_only
+from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs
 from ..python.standing import ended
@@ -300,6 +300,7 @@ class Dials:
         self.lost = False
         self.read = False  # by code that is no optimizer's step
         self.in_step = False
+        self._hand_on = [*_handing_on(optimizers)]
         self.stepping: Callable[[bool], None] = lambda begins: None  # told when a step begins and ends; a device sets it
         self._conditions: dict[object, tuple[Formula, bool]] = {}
         self._touched: set[int] = set()
@@ -509,6 +510,15 @@ class Dials:
         """A segment ends, and code of the user's runs that may look at counts."""
         self._marks.append(list(self._stand))
 
+    def taken_by(self, frame: FrameType) -> None:
+        """What runs in this frame takes parameter groups: or, of an optimizer that stands before another, who asks for them."""
+        while self._hands_on(frame.f_code) and frame.f_back is not None:
+            frame = frame.f_back
+        self.looks(frame.f_code)
+
+    def _hands_on(self, code: CodeType) -> bool:
+        return any(code is one for one in self._hand_on)
+
     def looks(self, code: CodeType) -> None:
         """This code takes parameter groups, in which it may read numbers."""
         known = any(code is taking for taking in _TAKING_PARAMETERS)
@@ -521,7 +531,7 @@ class Dials:
         for code in codes if self.sources else ():
             if code.co_filename == _SCHEDULERS and code.co_name in _TELLING:
                 self.lost = self.read = True
-            elif not is_torchs(code.co_filename) and (_GROUPS in code.co_names or _GROUPS in code.co_consts):
+            elif not (is_torchs(code.co_filename) or self._hands_on(code)) and (_GROUPS in code.co_names or _GROUPS in code.co_consts):
                 self.looks(code)
 
     # -- once it is over
@@ -715,6 +725,15 @@ _SCHEDULERS, _TELLING = torch.optim.lr_scheduler.__file__, ("get_last_lr", "get_
 _GROUPS = "param_groups"
 
 
+def _handing_on(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[CodeType]:
+    """The code of properties by which optimizers that stand before others hand on the groups of those."""
+    for kind in {base for o in optimizers if not steps_itself(o) for base in type(o).__mro__}:
+        member = vars(kind).get(_GROUPS)
+        getter = member.fget if isinstance(member, property) else None
+        if isinstance(getter, FunctionType) and hands_on(getter.__code__):
+            yield getter.__code__
+
+
 @contextmanager
 def _watched(dials: Dials) -> Iterator[None]:
     """During the block, who takes the parameter groups of an optimizer is noticed: for that time they are a property. (They
@@ -725,7 +744,7 @@ def _watched(dials: Dials) -> Iterator[None]:
         return
 
     def get(optimizer: torch.optim.Optimizer) -> Any:
-        dials.looks(sys._getframe(1).f_code)
+        dials.taken_by(sys._getframe(1))
         try:
             return vars(optimizer)[_GROUPS]
         except KeyError:
@@ -763,12 +782,12 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
     marks = [_like(v, values) for v in real]
 
     def put(now: Sequence[object], then: Sequence[object], before: bool) -> Callable[..., None]:
-        def hook(optimizer: torch.optim.Optimizer, args: Args, kwargs: object) -> None:
+        def hook(optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> None:
             if before and begins(optimizer):
                 raise Unseen("steps an optimizer for the first time", "call it once before", final=False)
             dials.stepping(before)
             dials.in_step = before
-            if dials.sources and (len(args) > 1 or kwargs):
+            if dials.sources and any(x is not None for x in (*args[1:], *kwargs.values())):
                 dials.lost = True  # a closure, which may read what it likes
             for (group, key), was, value in zip(dials.sources, now, then, strict=True):
                 if any(group is g for g in optimizer.param_groups):

@@ -24,7 +24,7 @@ from .bytecode import all_within, has_instruction, names_in
 from .code_cache import of_code
 from .origin import is_users
 
-__all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "has_attributes",
+__all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "hands_on", "has_attributes",
            "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
            "takes_parameters_only"]  # fmt: skip
 
@@ -64,6 +64,8 @@ def contents(cell: CellType) -> object:
 _ENTRIES = frozenset({"lr", "weight_decay", "momentum", "betas", "items", "values", "keys", "get", "pop", "setdefault",
                       "update", "copy", "deepcopy", "dict", "vars", "__dict__", "__getitem__", "itemgetter",
                       "state_dict"})  # fmt: skip
+_SILENT = frozenset({"RESUME", "CACHE", "NOP", "EXTENDED_ARG"})
+_LOADS_FIRST = (["LOAD_FAST"], ["LOAD_FAST_BORROW"])
 _HANDED_ON = frozenset({"DICT_MERGE", "DICT_UPDATE", "STORE_SUBSCR"})  # (**group)
 
 
@@ -82,6 +84,17 @@ def takes_parameters_only(code: CodeType) -> bool:
                 return False
             before = name
     return True
+
+
+@of_code
+def hands_on(code: CodeType) -> bool:
+    """Whether all that a method does is to give an attribute of its object, or one of that (``return self.optimizer.state``)."""
+    ran = [i.opname for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    attributes = ran[1:-1]
+    return (
+        code.co_argcount == 1 and ran[:1] in _LOADS_FIRST and ran[-1:] == ["RETURN_VALUE"]
+        and bool(attributes) and {*attributes} == {"LOAD_ATTR"}
+    )  # fmt: skip
 
 
 @of_code
