@@ -35,7 +35,10 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
+from ..python.bytecode import formats_any, hands_out, looks_around, used_in
+from ..python.executed_code import goes_through_objects
 from ..python.holders import Holder, Spot
+from ..python.introspection import functions_of
 from ..python.origin import is_ours, is_torchs, is_users
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
@@ -398,7 +401,8 @@ def judged(
         dials.stray_all("may be read by compiled code")
     if dials.blind and (hooked or any(code.co_name == "backward" and is_users(code.co_filename) for code, _ in ran)):
         dials.stray_all("may be read by code that runs in torch.autograd.grad")
-    for code in (*(code for code, _ in ran), *(f.__code__ for f in more if type(f) is FunctionType)):
+    both = [*ran, *((f.__code__, f.__globals__) for f in more if type(f) is FunctionType)]
+    for code, _ in both:
         asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
         goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
         if goes_by and any(name.startswith(asks) for name in code.co_names):
@@ -406,6 +410,36 @@ def judged(
         if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in _HARMLESS:
             continue
         if unseen := _unseen_by(code):
-            dials.stray_all(f"may be taken by {min(unseen)}")
+            dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
-            dials.stray_all("may be formatted by %")
+            dials.stray_all("may be formatted by %", _kept(dials, both))
+
+
+def _kept(dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]]) -> Set[int]:
+    """Which whole numbers no code can have got but that which names them, of all that `ran`: it hands them to no other."""
+    spots = {i: spot for i, spot in enumerate(dials.spots) if spot.kind is not None and dials.is_whole(i)}
+    others = [one for one in ran if not (is_torchs(one[0].co_filename) or is_ours(one[0].co_filename))] if spots else []
+    around = [kind for code, space in others for kind in _reads_any_of(code, space)]
+    handed_out = set[object]().union(*(hands_out(code) for code, _ in others))
+    return {i for i, spot in spots.items() if spot.at[1] not in handed_out and not issubclass(spot.kind, (*around,))}
+
+
+def _reads_any_of(code: CodeType, space: dict[str, object]) -> Iterator[type]:
+    """Of objects of which classes this code may read, or set, attributes that it does not name."""
+    harmless = code.co_filename in _HARMLESS
+    if goes_through_objects(code) or (formats_any(code) and not harmless):
+        yield object
+    elif not harmless and (code.co_name in _SEES_ATTRIBUTES or looks_around(code)):
+        of_its_own = code.co_name in _SEES_ATTRIBUTES or used_in(code).around == {"self"}
+        yield (_class_with(code, space) if of_its_own else None) or object
+
+
+def _class_with(code: CodeType, space: dict[str, object]) -> type | None:
+    """The class of which this is a method, if that is a global variable."""
+    kinds = [x for x in space.values() if issubclass(type(x), type)]
+    return next(
+        (k for k in kinds for f in functions_of(vars(k).get(code.co_name)) if getattr(f, "__code__", None) is code), None
+    )
+
+
+_SEES_ATTRIBUTES = frozenset({"__getattribute__", "__getattr__", "__setattr__"})

@@ -34,7 +34,7 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, FrameType, FunctionType
@@ -345,6 +345,10 @@ class Dials:
             self._tallies[i] = Tally(self, i, Given(len(self._of) + i, self._touched), self._seen_last[i])
         return self._tallies[i]
 
+    def is_whole(self, i: int) -> bool:
+        """Whether there is a whole number at the i-th spot."""
+        return self._kinds[i] is int
+
     def derive_float(self, key: object, formula: Formula) -> Dial:
         """The dial of what is worked out of a tally."""
         return self.derive(key, _probe, formula, wide=True)
@@ -413,9 +417,9 @@ class Dials:
             if 0 <= i - len(self._of) < len(self.spots):
                 self.strays.setdefault(i - len(self._of), why)
 
-    def stray_all(self, why: str) -> None:
-        """Nothing that lies at spots can be followed."""
-        self.strays = dict.fromkeys(range(len(self.spots)), why) | self.strays
+    def stray_all(self, why: str, but: Set[int] = frozenset()) -> None:
+        """Nothing that lies at spots can be followed, but for these."""
+        self.strays = dict.fromkeys([i for i in range(len(self.spots)) if i not in but], why) | self.strays
 
     def taken(self, numbers: Iterable[float], why: str | None, special: Callable[[float], bool] | None) -> dict[float, float]:
         """An operator takes these, which are wide: or, for a reason `why`, it cannot be told where it would keep them. Gives
@@ -531,7 +535,9 @@ class Dials:
         for code in codes if self.sources else ():
             if code.co_filename == _SCHEDULERS and code.co_name in _TELLING:
                 self.lost = self.read = True
-            elif not (is_torchs(code.co_filename) or self._hands_on(code)) and (_GROUPS in code.co_names or _GROUPS in code.co_consts):
+            elif not (is_torchs(code.co_filename) or self._hands_on(code)) and (
+                _GROUPS in code.co_names or _GROUPS in code.co_consts
+            ):
                 self.looks(code)
 
     # -- once it is over

@@ -18,17 +18,16 @@ from collections.abc import Collection, Set
 from types import CodeType
 from typing import NamedTuple
 
-from .bytecode import all_within, items_set, looks_around, matches, names_in, slight_use_in, used_in_full
+from .bytecode import formats_any, items_set, looks_around, matches, names_in, slight_use_in, used_in_full
 from .identity import identity
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_ours, is_torchs, is_users, origin
 from .read_gate import Reads
 
-__all__ = ["REFLECTS", "Ran", "is_resumed"]
+__all__ = ["REFLECTS", "Ran", "goes_through_objects", "is_resumed"]
 
 _NONE = frozenset[str]()
-_FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})  # by which a text may read attributes
 # Where all attributes of an object are read, or all its fields.
 _GOES_THROUGH = tuple(m.__file__ for m in (argparse, copy, copyreg, dataclasses, pickle))
 # By which code may read what a function is bound to, though it does not run.
@@ -68,8 +67,8 @@ class Ran:
         self._others = others
         self._uses: dict[str, _Use] = {}
         self._elsewhere = _NONE.union(*map(names_in, elsewhere))
-        around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
-        self.looks_around = around or any(map(_goes_through_objects, others))
+        around = any(map(looks_around, users)) or any(map(formats_any, users))
+        self.looks_around = around or any(map(goes_through_objects, others))
         """Whether it may read attributes that it does not name."""
         self.reflects = not by_users.isdisjoint(REFLECTS)
         self.matches = any(map(matches, others))
@@ -146,7 +145,7 @@ def is_resumed(code: CodeType) -> bool:
     return bool(code.co_flags & _RESUMED)
 
 
-def _goes_through_objects(code: CodeType) -> bool:
+def goes_through_objects(code: CodeType) -> bool:
     """Whether this is code of the standard library's that goes through all attributes of an object, whoever calls it."""
     of_inspect = code.co_filename == inspect.__file__ and code.co_name.lstrip("_").startswith(("getmembers", "getattr"))
     return of_inspect or code.co_filename in _GOES_THROUGH
@@ -155,4 +154,4 @@ def _goes_through_objects(code: CodeType) -> bool:
 def _looks_around_in_a_package(code: CodeType) -> bool:
     if origin(code.co_filename) != LIBRARY:
         return False
-    return looks_around(code) or any(not _FORMATS.isdisjoint(inner.co_names) for inner in all_within(code))
+    return looks_around(code) or formats_any(code)

@@ -24,8 +24,8 @@ from .bytecode import all_within, has_instruction, names_in
 from .code_cache import of_code
 from .origin import is_users
 
-__all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "hands_on", "has_attributes",
-           "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
+__all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "hands_on",
+           "has_attributes", "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
            "takes_parameters_only"]  # fmt: skip
 
 
@@ -88,13 +88,9 @@ def takes_parameters_only(code: CodeType) -> bool:
 
 @of_code
 def hands_on(code: CodeType) -> bool:
-    """Whether all that a method does is to give an attribute of its object, or one of that (``return self.optimizer.state``)."""
+    """Whether all that a method does is to give an attribute of its object, or of one that this has."""
     ran = [i.opname for i in dis.get_instructions(code) if i.opname not in _SILENT]
-    attributes = ran[1:-1]
-    return (
-        code.co_argcount == 1 and ran[:1] in _LOADS_FIRST and ran[-1:] == ["RETURN_VALUE"]
-        and bool(attributes) and {*attributes} == {"LOAD_ATTR"}
-    )  # fmt: skip
+    return ran[:1] in _LOADS_FIRST and {*ran[1:-1]} == {"LOAD_ATTR"} and ran[-1] == "RETURN_VALUE"
 
 
 @of_code
