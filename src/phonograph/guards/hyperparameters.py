@@ -732,12 +732,12 @@ _GROUPS = "param_groups"
 
 
 def _handing_on(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[CodeType]:
-    """The code of properties by which optimizers that stand before others hand on the groups of those."""
+    """The code of properties and of `__getattr__` by which optimizers that stand before others hand on the groups of those."""
     for kind in {base for o in optimizers if not steps_itself(o) for base in type(o).__mro__}:
-        member = vars(kind).get(_GROUPS)
-        getter = member.fget if isinstance(member, property) else None
-        if isinstance(getter, FunctionType) and hands_on(getter.__code__):
-            yield getter.__code__
+        groups = vars(kind).get(_GROUPS)
+        for getter in (groups.fget if isinstance(groups, property) else None, vars(kind).get("__getattr__")):
+            if isinstance(getter, FunctionType) and hands_on(getter.__code__):
+                yield getter.__code__
 
 
 @contextmanager
