@@ -88,8 +88,8 @@ def takes_parameters_only(code: CodeType) -> bool:
 
 @of_code
 def hands_on(code: CodeType) -> bool:
-    """Whether all that a method does is to give an attribute of its object, or of one that this has: in a `__getattr__` that for
-    which it is asked."""
+    """Whether all that a method does is to give an attribute of its object, or of one that this has: in a `__getattr__` the one
+    that it is asked for."""
     ran = [i.opname for i in dis.get_instructions(code) if i.opname not in _SILENT]
     if code.co_name == "__getattr__":
         calls = [name for name in ran if name.startswith("CALL")]

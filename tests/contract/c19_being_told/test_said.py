@@ -407,7 +407,7 @@ class Averaging:
         self.net = nn.Linear(3, 3).to(device)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
-        self.averaged = torch.zeros((), dtype=torch.int64, device=device)
+        self.within, self.averaged = False, torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, x):
         self.optimizer.zero_grad()
@@ -417,6 +417,8 @@ class Averaging:
         if self.averaged == 0:
             loss = loss * 2
         self.averaged += 1
+        if self.within:
+            self.schedule.step()
         return loss.detach()
 
 
