@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .code_cache import of_code
 
-__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "formats_any",
+__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "formats_any",
            "hands_out", "has_instruction", "items_set", "looks_around", "matches", "names_in", "read_at", "set_at",
            "slight_use_in", "used_in", "used_in_full", "words_in", "words_of"]  # fmt: skip
 
@@ -558,6 +558,28 @@ def formats_any(code: CodeType) -> bool:
                if type(i.argval) is str and i.opname != "LOAD_CONST"):  # fmt: skip
             return True
     return False
+
+
+@of_code
+def asks_its_base(code: CodeType) -> bool:
+    """Whether this is a `__getattribute__` that asks for attributes past those of classes by ``super()`` alone: of an object of
+    its own class, then."""
+    inner = [one for one in all_within(code) if one is not code]
+    if code.co_name != _GETS or _GETS in words_in(code) or any(_GETS in one.co_names for one in inner):
+        return False
+    heard = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    return all(_is_of_super(heard[:n], i) for n, i in enumerate(heard) if i.argval == _GETS)
+
+
+_GETS = "__getattribute__"
+
+
+def _is_of_super(before: Instructions, i: dis.Instruction) -> bool:
+    """Whether an attribute is that of what ``super()`` gives, without arguments."""
+    if i.opname.startswith("LOAD_SUPER"):
+        return not (i.arg or 0) & 2
+    called = before[-2:]
+    return [x.argval for x in called[:1]] == ["super"] and called[-1].opname.startswith("CALL") and not called[-1].arg
 
 
 @of_code

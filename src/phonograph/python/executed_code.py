@@ -18,7 +18,17 @@ from collections.abc import Collection, Set
 from types import CodeType
 from typing import NamedTuple
 
-from .bytecode import formats_any, items_set, looks_around, matches, names_in, slight_use_in, used_in_full
+from .bytecode import (
+    all_within,
+    asks_its_base,
+    formats_any,
+    items_set,
+    looks_around,
+    matches,
+    names_in,
+    slight_use_in,
+    used_in_full,
+)
 from .identity import identity
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
@@ -33,6 +43,7 @@ _GOES_THROUGH = tuple(m.__file__ for m in (argparse, copy, copyreg, dataclasses,
 # By which code may read what a function is bound to, though it does not run.
 REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
                        "get_objects", "get_referents", "get_referrers"})  # fmt: skip
+_OF_CLASSES = [code for f in (dataclasses.fields, dataclasses.is_dataclass) for code in all_within(f.__code__)]
 _WRITES = frozenset({"__setattr__", "__delattr__"})  # by which code may write attributes past the gate where that is noted
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -58,7 +69,7 @@ class Ran:
         self._names: Set[str] = _NONE.union(*map(names_in, others))
         # But a method of that name writes to an object whose class has it.
         writing = [code for code in users if not (code.co_name in _WRITES or is_written(code))]
-        past = "__getattribute__" in self._names or "__get__" in by_users
+        past = any("__getattribute__" in names_in(code) for code in others if not asks_its_base(code)) or "__get__" in by_users
         past = past or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
         self.reads = reads if reads is not None and reads.certain and not past else None
         """What it has read of objects, if that is known."""
@@ -148,7 +159,7 @@ def is_resumed(code: CodeType) -> bool:
 def goes_through_objects(code: CodeType) -> bool:
     """Whether this is code of the standard library's that goes through all attributes of an object, whoever calls it."""
     of_inspect = code.co_filename == inspect.__file__ and code.co_name.lstrip("_").startswith(("getmembers", "getattr"))
-    return of_inspect or code.co_filename in _GOES_THROUGH
+    return of_inspect or (code.co_filename in _GOES_THROUGH and not any(code is one for one in _OF_CLASSES))
 
 
 def _looks_around_in_a_package(code: CodeType) -> bool:
