@@ -11,7 +11,6 @@ import dis
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
-from itertools import pairwise
 from types import CodeType
 from typing import NamedTuple
 
@@ -550,13 +549,16 @@ _FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})
 def formats_any(code: CodeType) -> bool:
     """Whether code may format by a text that does not stand in it, and that says which attributes are read. (The words of one
     that does are among its names.)"""
-    for inner in all_within(code):
-        if _FORMATS.isdisjoint(inner.co_names):
-            continue
-        heard = [i for i in dis.get_instructions(inner) if i.opname not in _SILENT]
-        if any(i.argval in _FORMATS and not _is_word([before]) for before, i in pairwise([heard[0], *heard])
-               if type(i.argval) is str and i.opname != "LOAD_CONST"):  # fmt: skip
+    return any(_formats_another(inner) for inner in all_within(code) if not _FORMATS.isdisjoint(inner.co_names))
+
+
+def _formats_another(code: CodeType) -> bool:
+    before = list[dis.Instruction]()
+    for i in dis.get_instructions(code):
+        before = [] if i.is_jump_target else before
+        if i.opname != "LOAD_CONST" and type(i.argval) is str and i.argval in _FORMATS and not _is_word(before):
             return True
+        before = before if i.opname in _SILENT else [i]
     return False
 
 
@@ -567,19 +569,27 @@ def asks_its_base(code: CodeType) -> bool:
     inner = [one for one in all_within(code) if one is not code]
     if code.co_name != _GETS or _GETS in words_in(code) or any(_GETS in one.co_names for one in inner):
         return False
-    heard = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
-    return all(_is_of_super(heard[:n], i) for n, i in enumerate(heard) if i.argval == _GETS)
+    every = [*dis.get_instructions(code)]
+    return all(_is_of_super(every[: n + 1]) for n, i in enumerate(every) if i.argval == _GETS)
 
 
 _GETS = "__getattribute__"
 
 
-def _is_of_super(before: Instructions, i: dis.Instruction) -> bool:
-    """Whether an attribute is that of what ``super()`` gives, without arguments."""
+def _is_of_super(until: Instructions) -> bool:
+    """Whether the last of these instructions loads an attribute of what ``super()`` gives, without arguments."""
+    i = until[-1]
     if i.opname.startswith("LOAD_SUPER"):
         return not (i.arg or 0) & 2
-    called = before[-2:]
-    return [x.argval for x in called[:1]] == ["super"] and called[-1].opname.startswith("CALL") and not called[-1].arg
+    called = False
+    for before in reversed(until[:-1]):
+        if i.is_jump_target or (called and before.opname not in _SILENT):
+            return called and not i.is_jump_target and before.argval == "super"
+        called = called or (before.opname.startswith("CALL") and not before.arg)
+        if not called and before.opname not in _SILENT:
+            return False
+        i = before
+    return False
 
 
 @of_code

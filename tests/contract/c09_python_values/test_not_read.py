@@ -533,7 +533,7 @@ def _loop(device, step=lambda loop: loop.training_step):
 
 
 def test_c09_a_library_counts_beside_classes_that_look_attributes_up_themselves(device):
-    """As transformers' Trainer counts operations, whose configurations have such a class, and whose outputs tell their fields."""
+    """As transformers' Trainer counts operations: its configurations have such a class, its outputs tell their fields."""
     both = side_by_side(_loop(device))
     for n in range(12):
         both(ramp(device, 2, 4, start=n))
