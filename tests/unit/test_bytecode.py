@@ -220,10 +220,12 @@ def test_an_attribute_that_may_be_read_before_it_is_set(read):
 
 
 KEEPS = ["self.h += 1", "self.h = self.h * 2 + n", "if self.h % self.d['n'] == n.m.k: n()", "while 3 < self.h: n()",
-         "if not self.h: n()", "n(self.h == 1)", "self.h()", "n = -self.k + 1"]  # fmt: skip
+         "if not self.h: n()", "n(self.h == 1)", "self.h()", "self.h(*n, **n)", "self.h(*n)", "n = -self.k + 1"]  # fmt: skip
 HANDS_OUT = ["n(self.h)", "n = self.h", "self.k = self.h", "n.h = self.h", "n(self.h + 1)", "n = self.h or 0", "n = [self.h]",
              "n(self.h if n else 0)", "n = getattr(self, 'h')", "n = f'{self.h}'", "n = self.h.real", "n = 0 < self.h < 4",
-             "n[self.h]", "h()", "n = lambda: self.h", "match n:\n  case n.C(h=k): pass", "n = n in self.h"]  # fmt: skip
+             "n[self.h]", "h()", "n = lambda: self.h", "n(**self.h)", "n(*n, self.h)",
+             "n(*n, k=self.h)", "n({**n, 1: self.h})", "n({1: self.h, 2: n, 3: n})",
+             "match n:\n  case n.C(h=k): pass", "n = n in self.h"]  # fmt: skip
 
 
 def compiled(text, name="f", of="self, n"):

@@ -8,6 +8,7 @@ pushed and taken off does not, so that the arguments of a call are told by that 
 from __future__ import annotations
 
 import dis
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -403,7 +404,9 @@ def _stays(every: Instructions, n: int) -> bool:
             return True
         if i.opname == "STORE_ATTR":
             return above == 1 and i.argval == every[n].argval and _is_of_the_same(every, n, k)
-        if i.opname.startswith(_ANOTHER) or (i.opname in ("LOAD_ATTR", "LOAD_METHOD") and above):
+        if i.opname == "CALL_FUNCTION_EX" and above:  # x.step(*args, **kwargs)
+            return True
+        if i.opname.startswith(_ANOTHER) or (above and above >= _takes(i)):
             above += dis.stack_effect(i.opcode, i.arg)
         elif i.opname.startswith(("BINARY_", "INPLACE_")) and (above > 1 or not _looks_up(i)):
             above = max(above - 1, 0)
@@ -412,6 +415,13 @@ def _stays(every: Instructions, n: int) -> bool:
         else:
             return False
     return False
+
+
+def _takes(i: dis.Instruction) -> float:
+    """How many values some instructions take, and all others more than there are."""
+    if i.opname == "BUILD_MAP":
+        return 2 * (i.arg or 0)
+    return {"LOAD_ATTR": 1, "LOAD_METHOD": 1, "DICT_MERGE": 2}.get(i.opname, math.inf)
 
 
 def _is_of_the_same(every: Instructions, loads: int, stores: int) -> bool:
