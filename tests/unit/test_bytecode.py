@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 
-from phonograph.python.bytecode import asks_its_base, catches, formats_any, hands_out, read_at, slight_use_in, used_in
+from phonograph.python.bytecode import (
+    asks_its_base,
+    catches,
+    formats_any,
+    hands_out,
+    looks_around_itself,
+    read_at,
+    slight_use_in,
+    used_in,
+)
 from phonograph.python.introspection import hands_on
 
 AROUND = {
@@ -240,7 +249,8 @@ def test_whether_the_value_of_an_attribute_may_get_elsewhere(text):
 
 
 @pytest.mark.parametrize("text", ["'{0.lr} {}'.format(n)", "n.format(self)", "str.format('{}', n)", "f'{n}'.format(n)",
-                                  "'{}'.format_map(n)", "(n or '{}').format(self)"])  # fmt: skip
+                                  "'{}'.format_map(n)", "(n or '{}').format(self)", "k = n; k.format(self)",
+                                  "k = n or '{}'; k.format(self)"])  # fmt: skip
 def test_whether_the_text_stands_there_by_which_code_formats(text):
     assert formats_any(compiled(text)) == (not text.startswith("'"))
 
@@ -269,3 +279,17 @@ def test_whether_attributes_are_asked_for_by_super_alone(text, does):
     for name in ("__getattribute__", "get"):
         exec(f"class C:\n  def {name}(self, n): {text}", space)
         assert asks_its_base(vars(space["C"])[name].__code__) == (does and name == "__getattribute__")
+
+
+def test_a_text_that_a_variable_holds():
+    assert not formats_any(compiled("k = '{}'\nif n: k = 'no {n}'\nreturn k.format(n)"))
+
+
+@pytest.mark.parametrize(
+    ("text", "own"),
+    [("self.__dict__.update(n)", True), ("getattr(self, n)", True), ("n.__dict__", False),
+     ("(n or self).__dict__", False), ("self = n; self.__dict__", False), ("vars(self.m)", False),
+     ("self.__dict__; vars(n)", False), ("self.__dict__; lambda m: m.__dict__", False), ("self.m.__dict__", False)],
+)  # fmt: skip
+def test_whether_code_looks_around_its_own_object(text, own):
+    assert looks_around_itself(compiled(text)) == own

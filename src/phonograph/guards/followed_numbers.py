@@ -20,7 +20,6 @@ from __future__ import annotations
 import dis
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -35,11 +34,10 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import formats_any, hands_out, looks_around, used_in
-from ..python.executed_code import goes_through_objects
+from ..python.bytecode import hands_out
 from ..python.holders import Holder, Spot
-from ..python.introspection import functions_of
 from ..python.origin import is_ours, is_torchs, is_users
+from ..python.unnamed_reads import HARMLESS, reads_any_of
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
 from ..values.pytree_nodes import Node
@@ -103,12 +101,6 @@ _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_in
 # torch's own, autocast and devices ask for modes of theirs.
 _ASKS = "has_torch_function"
 _ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mode", "_is_torch_function_mode_enabled")
-# What of Python's own library runs between others, and looks at none of what it hands on.
-_HARMLESS = frozenset(file for name in (
-    "abc", "collections", "_collections_abc", "contextlib", "copy", "dis", "enum", "functools", "inspect", "linecache",
-    "logging", "importlib._bootstrap", "importlib._bootstrap_external", "os", "re", "threading", "traceback", "types", "typing",
-    "warnings", "weakref", "_weakrefset")
-    for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
 _PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")
 
 
@@ -407,7 +399,7 @@ def judged(
         goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
         if goes_by and any(name.startswith(asks) for name in code.co_names):
             dials.stray_all("is read where code asks for modes")
-        if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in _HARMLESS:
+        if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in HARMLESS:
             continue
         if unseen := _unseen_by(code):
             dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))
@@ -417,29 +409,8 @@ def judged(
 
 def _kept(dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]]) -> Set[int]:
     """Which whole numbers no code can have got but that which names them, of all that `ran`: it hands them to no other."""
-    spots = {i: spot for i, spot in enumerate(dials.spots) if spot.kind is not None and dials.is_whole(i)}
+    spots = {i: (spot, spot.kind) for i, spot in enumerate(dials.spots) if spot.kind is not None and dials.is_whole(i)}
     others = [one for one in ran if not (is_torchs(one[0].co_filename) or is_ours(one[0].co_filename))] if spots else []
-    around = [kind for code, space in others for kind in _reads_any_of(code, space)]
+    around = reads_any_of(others)
     handed_out = set[object]().union(*(hands_out(code) for code, _ in others))
-    return {i for i, spot in spots.items() if spot.at[1] not in handed_out and not issubclass(spot.kind, (*around,))}
-
-
-def _reads_any_of(code: CodeType, space: dict[str, object]) -> Iterator[type]:
-    """Of objects of which classes this code may read, or set, attributes that it does not name."""
-    harmless = code.co_filename in _HARMLESS
-    if goes_through_objects(code) or (formats_any(code) and not harmless):
-        yield object
-    elif not harmless and (code.co_name in _SEES_ATTRIBUTES or looks_around(code)):
-        of_its_own = code.co_name in _SEES_ATTRIBUTES or used_in(code).around == {"self"}
-        yield (_class_with(code, space) if of_its_own else None) or object
-
-
-def _class_with(code: CodeType, space: dict[str, object]) -> type | None:
-    """The class of which this is a method, if that is a global variable."""
-    kinds = [x for x in space.values() if issubclass(type(x), type)]
-    return next(
-        (k for k in kinds for f in functions_of(vars(k).get(code.co_name)) if getattr(f, "__code__", None) is code), None
-    )
-
-
-_SEES_ATTRIBUTES = frozenset({"__getattribute__", "__getattr__", "__setattr__"})
+    return {i for i, (spot, kind) in spots.items() if spot.at[1] not in handed_out and not issubclass(kind, around)}

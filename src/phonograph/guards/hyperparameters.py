@@ -259,11 +259,12 @@ class Dials:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str], counts: StepCounts, spots: Sequence[Spot] = ()
     ) -> None:
+        wide = {spot.at for spot in spots}
         self.sources = [
             (group, key)
             for o in optimizers if type(o) in _KNOWN
             for group in o.param_groups for key in keys
-            if _may_be_dialled(key, group.get(key))
+            if _may_be_dialled(key, group.get(key)) and (identity(group), key) not in wide
         ]  # fmt: skip
         self.counts = counts
         self._last: list[Any] = [group[key] for group, key in self.sources]

@@ -8,18 +8,20 @@ pushed and taken off does not, so that the arguments of a call are told by that 
 from __future__ import annotations
 
 import dis
+import inspect
 import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import pairwise
 from types import CodeType
 from typing import NamedTuple
 
 from .code_cache import of_code
 
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "formats_any",
-           "hands_out", "has_instruction", "items_set", "looks_around", "matches", "names_in", "read_at", "set_at",
-           "slight_use_in", "used_in", "used_in_full", "words_in", "words_of"]  # fmt: skip
+           "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in",
+           "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -563,13 +565,39 @@ def formats_any(code: CodeType) -> bool:
 
 
 def _formats_another(code: CodeType) -> bool:
-    before = list[dis.Instruction]()
+    before, texts = list[dis.Instruction](), _texts_kept(code)
     for i in dis.get_instructions(code):
         before = [] if i.is_jump_target else before
-        if i.opname != "LOAD_CONST" and type(i.argval) is str and i.argval in _FORMATS and not _is_word(before):
-            return True
+        if i.opname != "LOAD_CONST" and type(i.argval) is str and i.argval in _FORMATS:
+            kept = bool(before) and before[0].opname.startswith("LOAD_FAST") and before[0].argval in texts
+            if not (kept or _is_word(before)):
+                return True
         before = before if i.opname in _SILENT else [i]
     return False
+
+
+def _texts_kept(code: CodeType) -> set[object]:
+    """The local variables that hold texts which stand in the code, and nothing else."""
+    gathered = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    arguments = code.co_argcount + code.co_kwonlyargcount + gathered
+    others, kept = set[object](code.co_varnames[:arguments]), set[object]()
+    for before, i in pairwise(dis.get_instructions(code)):
+        if i.opname == "STORE_FAST" and _is_word([before]) and not i.is_jump_target:
+            kept.add(i.argval)
+        elif i.opname.startswith("STORE_FAST"):
+            others.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    return kept - others
+
+
+@of_code
+def looks_around_itself(code: CodeType) -> bool:
+    """Whether what code may read of attributes that it does not name is of its `self`."""
+    around, inner = used_in(code).around, [one for one in all_within(code) if one is not code]
+    if around != {""}:
+        return around == {"self"}
+    loads = [(before, i) for before, i in pairwise(dis.get_instructions(code)) if i.argval == "__dict__"]
+    others = names_in(code) & (_WAYS_AROUND - {"__dict__"}) or any("__dict__" in names_in(one) for one in inner)
+    return not others and all(_variable(code, before) == "self" and not i.is_jump_target for before, i in loads)
 
 
 @of_code
