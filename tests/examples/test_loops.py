@@ -117,6 +117,74 @@ def test_c06_accelerate_with_a_lower_precision(one_device: torch.device) -> None
     assert pg.stats(nets[1]).replayed == 5, pg.explain(nets[1])
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_c09_accelerate_accumulates_in_a_recorded_step_and_a_scheduler_sets_the_rate(
+    one_device: torch.device, precision: str
+) -> None:
+    """A kind of call that steps the optimizer, and one that does not: neither looks at the rate."""
+    accelerate = package("accelerate")
+
+    def trained(record: Any) -> tuple[Any, list[Any]]:
+        torch.manual_seed(0)
+        forget_device()
+        accelerator = accelerate.Accelerator(
+            cpu=one_device.type == "cpu", mixed_precision=precision, gradient_accumulation_steps=2
+        )
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(model(x), x.argmax(1) % 4)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        step, found = record(step), []
+        for n in range(40):
+            found.append(step(torch.randn(4, 8, generator=torch.Generator().manual_seed(n)).to(one_device)))
+            schedule.step()
+        return step, [*found, *net.parameters()]
+
+    (recorded, ours), (_, theirs) = trained(pg.record), trained(lambda f: f)
+    assert all(map(torch.equal, ours, theirs))
+    assert pg.stats(recorded).live <= 4, pg.explain(recorded)
+
+
+def test_c09_a_step_of_fabric_with_a_scheduler(device: torch.device) -> None:
+    fabric = package("lightning.fabric").Fabric(accelerator=device.type, devices=1)
+
+    def trained(record: Any) -> tuple[Any, list[Any]]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        inner = torch.optim.AdamW(net.parameters(), lr=0.01)
+        model, optimizer = fabric.setup(net, inner)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, 20)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(model(x), x.argmax(1) % 4)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step, found = record(step), []
+        for n in range(20):
+            found.append(step(torch.randn(4, 8, generator=torch.Generator().manual_seed(n)).to(device)))
+            schedule.step()
+        return step, [*found, *net.parameters()]
+
+    (recorded, ours), (_, theirs) = trained(pg.record), trained(lambda f: f)
+    assert all(map(torch.equal, ours, theirs))
+    assert pg.stats(recorded).replayed == 19, pg.explain(recorded)
+
+
 # -- transformers
 
 SHAPE = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
@@ -218,6 +286,29 @@ def test_c11_an_attention_that_gets_no_mask_is_the_other(device: torch.device) -
     for one, other in zip(calls(model, device), calls(usual, device), strict=True):
         assert torch.equal(one.logits, other.logits)
     assert pg.stats(model).replayed == 3, pg.explain(model)
+
+
+def test_c09_a_trainers_own_training_step(one_device: torch.device, tmp_path: Path) -> None:
+    """The trainer counts operations beside it."""
+    transformers = package("transformers")
+    data = [{"input_ids": torch.arange(n, n + 8) % 64, "labels": torch.tensor(n % 2)} for n in range(96)]
+
+    def trained(record: Any) -> tuple[Any, nn.Module]:
+        forget_device()
+        torch.manual_seed(0)
+        model = bert(torch.device("cpu"))
+        chosen = transformers.TrainingArguments(
+            f"{tmp_path}", per_device_train_batch_size=4, max_steps=24, logging_steps=8, report_to=[], save_strategy="no",
+            use_cpu=one_device.type == "cpu", disable_tqdm=True, warmup_steps=4,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, chosen, train_dataset=data)
+        trainer.training_step = record(trainer.training_step)
+        trainer.train()
+        return trainer.training_step, model
+
+    (recorded, ours), (_, theirs) = trained(pg.record), trained(lambda f: f)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert pg.stats(recorded).live <= 3, pg.explain(recorded)
 
 
 # -- lightning

@@ -4,7 +4,17 @@ import dataclasses
 
 import pytest
 
-from phonograph.python.bytecode import catches, read_at, slight_use_in, used_in
+from phonograph.python.bytecode import (
+    asks_its_base,
+    catches,
+    formats_any,
+    hands_out,
+    looks_around_itself,
+    read_at,
+    slight_use_in,
+    used_in,
+)
+from phonograph.python.introspection import hands_on
 
 AROUND = {
     "getattr(self, n)": "self",
@@ -216,3 +226,70 @@ def sets_of_an_argument(self, x):
 def test_an_attribute_that_may_be_read_before_it_is_set(read):
     assert "h" in slight_use_in(read.__code__).rest
     assert "h" in slight_use_in(sets_at_once.__code__).sets
+
+
+KEEPS = ["self.h += 1", "self.h = self.h * 2 + n", "if self.h % self.d['n'] == n.m.k: n()", "while 3 < self.h: n()",
+         "if not self.h: n()", "n(self.h == 1)", "self.h()", "self.h(*n, **n)", "self.h(*n)", "n = -self.k + 1"]  # fmt: skip
+HANDS_OUT = ["n(self.h)", "n = self.h", "self.k = self.h", "n.h = self.h", "n(self.h + 1)", "n = self.h or 0", "n = [self.h]",
+             "n(self.h if n else 0)", "n = getattr(self, 'h')", "n = f'{self.h}'", "n = self.h.real", "n = 0 < self.h < 4",
+             "n[self.h]", "h()", "n = lambda: self.h", "n(**self.h)", "n(*n, self.h)",
+             "n(*n, k=self.h)", "n({**n, 1: self.h})", "n({1: self.h, 2: n, 3: n})",
+             "match n:\n  case n.C(h=k): pass", "n = n in self.h"]  # fmt: skip
+
+
+def compiled(text, name="f", of="self, n"):
+    space = {}
+    exec(f"def {name}({of}):\n  " + text.replace("\n", "\n  "), space)
+    return space[name].__code__
+
+
+@pytest.mark.parametrize("text", [*KEEPS, *HANDS_OUT])
+def test_whether_the_value_of_an_attribute_may_get_elsewhere(text):
+    assert ("h" in hands_out(compiled(text))) == (text in HANDS_OUT)
+
+
+@pytest.mark.parametrize("text", ["'{0.lr} {}'.format(n)", "n.format(self)", "str.format('{}', n)", "f'{n}'.format(n)",
+                                  "'{}'.format_map(n)", "(n or '{}').format(self)", "k = n; k.format(self)",
+                                  "k = n or '{}'; k.format(self)"])  # fmt: skip
+def test_whether_the_text_stands_there_by_which_code_formats(text):
+    assert formats_any(compiled(text)) == (not text.startswith("'"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "does"),
+    [("return self.optimizer.groups", "groups", True), ("return self.groups", "groups", True), ("return self", "groups", False),
+     ("return self.groups()", "groups", False), ("return self.groups[0]", "groups", False), ("self.n = 1", "groups", False),
+     ("return getattr(self.optimizer, n)", "__getattr__", True), ("return getattr(self.optimizer, n)", "groups", False),
+     ("return getattr(self.optimizer, n)[0]", "__getattr__", False), ("return n(self.optimizer)", "__getattr__", False),
+     ("return getattr(n(self), n)", "__getattr__", False)],
+)  # fmt: skip
+def test_whether_a_method_hands_on_an_attribute(text, name, does):
+    assert hands_on(compiled(text, name)) == does
+
+
+@pytest.mark.parametrize(
+    ("text", "does"),
+    [("return super().__getattribute__(n)", True), ("return object.__getattribute__(self, n)", False),
+     ("return super(n, self.x).__getattribute__(n)", False), ("return (n or super)().__getattribute__(n)", False),
+     ("return getattr(super(), '__getattribute__')(n)", False), ("return (super() or n).__getattribute__(n)", False),
+     ("return (lambda: super().__getattribute__(n))()", False), ("n = super().x; return n.__getattribute__(self)", False)],
+)  # fmt: skip
+def test_whether_attributes_are_asked_for_by_super_alone(text, does):
+    space = {}
+    for name in ("__getattribute__", "get"):
+        exec(f"class C:\n  def {name}(self, n): {text}", space)
+        assert asks_its_base(vars(space["C"])[name].__code__) == (does and name == "__getattribute__")
+
+
+def test_a_text_that_a_variable_holds():
+    assert not formats_any(compiled("k = '{}'\nif n: k = 'no {n}'\nreturn k.format(n)"))
+
+
+@pytest.mark.parametrize(
+    ("text", "own"),
+    [("self.__dict__.update(n)", True), ("getattr(self, n)", True), ("n.__dict__", False),
+     ("(n or self).__dict__", False), ("self = n; self.__dict__", False), ("vars(self.m)", False),
+     ("self.__dict__; vars(n)", False), ("self.__dict__; lambda m: m.__dict__", False), ("self.m.__dict__", False)],
+)  # fmt: skip
+def test_whether_code_looks_around_its_own_object(text, own):
+    assert looks_around_itself(compiled(text)) == own

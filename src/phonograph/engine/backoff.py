@@ -153,8 +153,8 @@ class Backoff:
         changes = self.count_change(history)
         if changes <= CHANGES:
             return None
-        if history.refused.over is not None and history.refused.standing:
-            return self.wait(history, history.refused.standing[0].refusal)
+        if (before := _that_is_over(history)) is not None:
+            return self.wait(history, before)
         # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
         self._shelf.drop(call.key, lambda player: player.played <= 1)
         what = f"{name} changes from call to call"
@@ -167,7 +167,9 @@ class Backoff:
         behind = self.budget.unfit(self._shelf.of(call.key)) if broken is not None else 0.0
         if self.budget.allows(behind):
             return None
-        if broken is not None:
+        if (before := _that_is_over(history)) is not None:
+            refusal = replace(before)
+        elif broken is not None:
             where = self._changes[broken].where if broken in self._changes else ""
             refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
         elif self.budget.why is not None:
@@ -280,3 +282,8 @@ class Backoff:
             yield (f"recorded anew {self.displaced}x: what is held of other results, or of gradients, lay where its recordings "
                    "work; drop it, or keep a clone, before the next call")  # fmt: skip
         yield from [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
+
+
+def _that_is_over(history: History) -> Refusal | None:
+    """The last refusal, if what has changed since is only what that went by: no recording relies on it."""
+    return history.refused.standing[0].refusal if history.refused.over is not None and history.refused.standing else None

@@ -326,7 +326,7 @@ class DryRun:
         elsewhere = listener.backward_of_users or self._request.device.torch_device.type != "cpu"
         if elsewhere and not HEARS_ALL_THREADS:
             return None
-        return Ran(codes, listener.elsewhere.values(), self._reads)
+        return Ran(codes, listener.elsewhere.values(), self._reads, listener.functions())
 
     def _left(self, found: Attributes, known: Ran | None, given: object, watch: OperatorWatch, listener: Listener) -> Left:
         """What the call has left in attributes and containers, where it had `found` this. It has `given` that away."""

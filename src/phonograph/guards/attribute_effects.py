@@ -10,6 +10,7 @@ in each call:
   attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`), which it
   always is of items.
 * Values that are *appended* to a list: no code that ran uses what has the list's name but to fill it.
+* A new list of numbers, of the rates that a scheduler has set, in the place of another that no code reads.
 * What a list holds that was *filled anew*, with as many tensors as before or where nothing was: they are put there, and what
   was there is carried, as it is of items.
 """
@@ -29,7 +30,7 @@ from .._torch.tensors import has_memory, storage_id
 from ..python.holders import Holder, kept, key_label
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_table, own_dict, table_of
-from ..values.counters import are_plain
+from ..values.counters import are_numbers, are_plain
 from ..values.host_scalars import Numeral
 from .attribute_epochs import states
 from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, put, tensors_in
@@ -147,7 +148,10 @@ def left_by(
         if own is None or [*own][: len(old)] != [*old] or (len(own) > len(old) and own is not of):
             continue
         pairs = [(name, old.get(name, MISSING), b) for name, b in own.items() if b is not old.get(name, MISSING)]
-        again = [name for name, a, b in pairs if own is not of and _is_again(a, b) and ran.is_torchs(name)]
+        rates = {name: b for name, a, b in pairs
+                 if own is not of and _are_rates(a, b) and ran.is_set_by_torch(name, type(of))}  # fmt: skip
+        again = [name for name, a, b in pairs
+                 if own is not of and name not in rates and _is_again(a, b) and ran.is_torchs(name)]  # fmt: skip
         for name in again:  # as `DistributedDataParallel` does with its buffers
             own[name] = old[name]
         pairs = [pair for pair in pairs if pair[0] not in again]
@@ -157,6 +161,7 @@ def left_by(
         counted = {name: b - a for name, a, b in pairs
                    if not item and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
         sets = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
+        sets |= rates
         may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
         state = [(name, a, b) for name, a, b in pairs
                  if may_carry and name not in sets and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
@@ -253,6 +258,13 @@ def _sets_plainly(kind: type) -> bool:
     """Whether to set a number or a tensor as an attribute of such an object is to put it into the object's dictionary."""
     sets: object = kind.__setattr__
     return sets in (object.__setattr__, torch.nn.Module.__setattr__, SimpleNamespace.__setattr__)
+
+
+def _are_rates(old: object, new: object) -> bool:
+    """Whether a list of numbers, as that of a scheduler's last rates, has taken the place of another."""
+    if type(old) is not list or type(new) is not list or len(old) != len(new):
+        return False
+    return old is not new and bool(new) and all(map(are_numbers, old, new))
 
 
 def _is_tensor(value: object) -> bool:

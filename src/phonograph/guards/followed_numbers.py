@@ -21,7 +21,6 @@ from __future__ import annotations
 import dis
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -37,8 +36,10 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
+from ..python.bytecode import hands_out
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
+from ..python.unnamed_reads import HARMLESS, reads_any_of
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
 from ..values.numbers import base_of
@@ -105,13 +106,6 @@ _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_in
 # torch's own, autocast and devices ask for modes of theirs.
 _ASKS = "has_torch_function"
 _ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mode", "_is_torch_function_mode_enabled")
-# What of Python's own library runs between others, and looks at none of what it hands on.
-_HARMLESS = frozenset(file for name in (
-    "abc", "collections", "_collections_abc", "contextlib", "copy", "dis", "enum", "functools", "inspect", "linecache",
-    "logging", "importlib._bootstrap", "importlib._bootstrap_external", "os", "re", "threading", "traceback", "types", "typing",
-    "warnings", "weakref", "_weakrefset",
-    "numpy._core.fromnumeric", "numpy._core._methods", "numpy.core.fromnumeric", "numpy.core._methods")
-    for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
 _PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")
 
 
@@ -452,14 +446,24 @@ def judged(
         dials.stray_all("may be read by compiled code")
     if dials.blind and (hooked or any(code.co_name == "backward" and is_users(code.co_filename) for code, _ in ran)):
         dials.stray_all("may be read by code that runs in torch.autograd.grad")
-    for code in (*(code for code, _ in ran), *(f.__code__ for f in more if type(f) is FunctionType)):
+    both = [*ran, *((f.__code__, f.__globals__) for f in more if type(f) is FunctionType)]
+    for code, _ in both:
         asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
         goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
         if goes_by and any(name.startswith(asks) for name in code.co_names):
             dials.stray_all("is read where code asks for modes")
-        if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in _HARMLESS:
+        if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in HARMLESS:
             continue
         if unseen := _unseen_by(code):
-            dials.stray_all(f"may be taken by {min(unseen)}")
+            dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
-            dials.stray_all("may be formatted by %")
+            dials.stray_all("may be formatted by %", _kept(dials, both))
+
+
+def _kept(dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]]) -> Set[int]:
+    """Which whole numbers no code can have got but that which names them, of all that `ran`: it hands them to no other."""
+    spots = {i: (spot, spot.kind) for i, spot in enumerate(dials.spots) if spot.kind is not None and dials.is_whole(i)}
+    others = [one for one in ran if not (is_torchs(one[0].co_filename) or is_ours(one[0].co_filename))] if spots else []
+    around = reads_any_of(others)
+    handed_out = set[object]().union(*(hands_out(code) for code, _ in others))
+    return {i for i, (spot, kind) in spots.items() if spot.at[1] not in handed_out and not issubclass(kind, around)}

@@ -34,10 +34,10 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import CodeType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_
 from ..errors import Unseen
 from ..python.holders import Spot
 from ..python.identity import identity
-from ..python.introspection import takes_parameters_only
+from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs
 from ..python.standing import ended
@@ -313,11 +313,12 @@ class Dials:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str], counts: StepCounts, spots: Sequence[Spot] = ()
     ) -> None:
+        wide = {spot.at for spot in spots}
         self.sources = [
             (group, key)
             for o in optimizers if type(o) in _KNOWN
             for group in o.param_groups for key in keys
-            if _may_be_dialled(key, group.get(key))
+            if _may_be_dialled(key, group.get(key)) and (identity(group), key) not in wide
         ]  # fmt: skip
         self.counts = counts
         self._last: list[Any] = [group[key] for group, key in self.sources]
@@ -354,6 +355,7 @@ class Dials:
         self.lost = False
         self.read = False  # by code that is no optimizer's step
         self.in_step = False
+        self._hand_on = [*_handing_on(optimizers)]
         self.stepping: Callable[[bool], None] = lambda begins: None  # told when a step begins and ends; a device sets it
         self._conditions: dict[object, tuple[Formula, bool]] = {}
         self._touched: set[int] = set()
@@ -397,6 +399,10 @@ class Dials:
         if i not in self._tallies:
             self._tallies[i] = Tally(self, i, Given(len(self._of) + i, self._touched), self._seen_last[i])
         return self._tallies[i]
+
+    def is_whole(self, i: int) -> bool:
+        """Whether there is a whole number at the i-th spot."""
+        return self._kinds[i] is int
 
     def derive_float(self, key: object, formula: Formula) -> Dial:
         """The dial of what is worked out of a tally."""
@@ -486,9 +492,9 @@ class Dials:
             if 0 <= i - len(self._of) < len(self.spots):
                 self.strays.setdefault(i - len(self._of), why)
 
-    def stray_all(self, why: str) -> None:
-        """Nothing that lies at spots can be followed."""
-        self.strays = dict.fromkeys(range(len(self.spots)), why) | self.strays
+    def stray_all(self, why: str, but: Set[int] = frozenset()) -> None:
+        """Nothing that lies at spots can be followed, but for these."""
+        self.strays = dict.fromkeys([i for i in range(len(self.spots)) if i not in but], why) | self.strays
 
     def taken(self, numbers: Iterable[float], why: str | None, special: Callable[[float], bool] | None) -> dict[float, float]:
         """An operator takes these, which are wide: or, for a reason `why`, it cannot be told where it would keep them. Gives
@@ -585,6 +591,15 @@ class Dials:
         """A segment ends, and code of the user's runs that may look at counts."""
         self._marks.append(list(self._stand))
 
+    def taken_by(self, frame: FrameType) -> None:
+        """What runs in this frame takes parameter groups: or, of an optimizer that stands before another, who asks for them."""
+        while self._hands_on(frame.f_code) and frame.f_back is not None:
+            frame = frame.f_back
+        self.looks(frame.f_code)
+
+    def _hands_on(self, code: CodeType) -> bool:
+        return any(code is one for one in self._hand_on)
+
     def looks(self, code: CodeType) -> None:
         """This code takes parameter groups, in which it may read numbers."""
         known = any(code is taking for taking in _TAKING_PARAMETERS)
@@ -597,7 +612,9 @@ class Dials:
         for code in codes if self.sources else ():
             if code.co_filename == _SCHEDULERS and code.co_name in _TELLING:
                 self.lost = self.read = True
-            elif not is_torchs(code.co_filename) and (_GROUPS in code.co_names or _GROUPS in code.co_consts):
+            elif not (is_torchs(code.co_filename) or self._hands_on(code)) and (
+                _GROUPS in code.co_names or _GROUPS in code.co_consts
+            ):
                 self.looks(code)
 
     # -- once it is over
@@ -790,6 +807,15 @@ _SCHEDULERS, _TELLING = torch.optim.lr_scheduler.__file__, ("get_last_lr", "get_
 _GROUPS = "param_groups"
 
 
+def _handing_on(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[CodeType]:
+    """The code of properties and of `__getattr__` by which optimizers that stand before others hand on the groups of those."""
+    for kind in {base for o in optimizers if not steps_itself(o) for base in type(o).__mro__}:
+        groups = vars(kind).get(_GROUPS)
+        for getter in (groups.fget if isinstance(groups, property) else None, vars(kind).get("__getattr__")):
+            if isinstance(getter, FunctionType) and hands_on(getter.__code__):
+                yield getter.__code__
+
+
 @contextmanager
 def _watched(dials: Dials) -> Iterator[None]:
     """During the block, who takes the parameter groups of an optimizer is noticed: for that time they are a property. (They
@@ -800,7 +826,7 @@ def _watched(dials: Dials) -> Iterator[None]:
         return
 
     def get(optimizer: torch.optim.Optimizer) -> Any:
-        dials.looks(sys._getframe(1).f_code)
+        dials.taken_by(sys._getframe(1))
         try:
             return vars(optimizer)[_GROUPS]
         except KeyError:
@@ -838,12 +864,12 @@ def probing(reach: Reach, wanted: Sequence[str], spots: Sequence[Spot] = ()) -> 
     marks = [_like(v, values) for v in real]
 
     def put(now: Sequence[object], then: Sequence[object], before: bool) -> Callable[..., None]:
-        def hook(optimizer: torch.optim.Optimizer, args: Args, kwargs: object) -> None:
+        def hook(optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> None:
             if before and begins(optimizer):
                 raise Unseen("steps an optimizer for the first time", "call it once before", final=False)
             dials.stepping(before)
             dials.in_step = before
-            if dials.sources and (len(args) > 1 or kwargs):
+            if dials.sources and any(x is not None for x in (*args[1:], *kwargs.values())):
                 dials.lost = True  # a closure, which may read what it likes
             for (group, key), was, value in zip(dials.sources, now, then, strict=True):
                 if any(group is g for g in optimizer.param_groups):

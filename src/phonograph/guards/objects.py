@@ -294,7 +294,8 @@ class Objects:
             # No gate hears what is read of torch's own objects. A scheduler outside of the part of the step that ran does not
             # count: that is known by the names in the code.
             alone = self._ran is not None and issubclass(type(thing), torch.optim.lr_scheduler.LRScheduler)
-            names = [n for n in own if not self._leaves_alone(n)] if alone else None
+            put = self._put.get(identity(thing), set())
+            names = [n for n in own if not (n in put or self._leaves_alone(n))] if alone else None
             self._hold(object_attributes.attributes(path, thing, names))
             self._items(path, own if names is None else {n: own[n] for n in names})
         self._slots(path, thing)

@@ -8,17 +8,20 @@ pushed and taken off does not, so that the arguments of a call are told by that 
 from __future__ import annotations
 
 import dis
+import inspect
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import pairwise
 from types import CodeType
 from typing import NamedTuple
 
 from .code_cache import of_code
 
-__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "catches", "has_instruction",
-           "items_set", "looks_around", "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in",
-           "used_in_full", "words_in", "words_of"]  # fmt: skip
+__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "formats_any",
+           "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in",
+           "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -39,6 +42,9 @@ _AROUND_ATTRIBUTES = frozenset({"__dict__", "__getattribute__", "__setattr__", "
 
 _OF_CLASSES = {"__getattribute__": 2, "__delattr__": 2, "__setattr__": 3}
 """Methods by which attributes are read, deleted and written, with how many arguments they are called on a class."""
+
+_OF_FUNCTIONS = frozenset({"signature", "isfunction", "isclass", "ismethod", "isbuiltin", "iscoroutinefunction", "unwrap"})
+"""What `inspect` tells of functions and classes, and of no attribute that the user gave an object."""
 
 _WAYS_AROUND = _AROUND_ATTRIBUTES | _AROUND | _BY_NAME | {"dumps"}
 
@@ -365,6 +371,72 @@ def _may_be_filled(i: dis.Instruction) -> bool:
     return i.opname.startswith("LOAD_") and i.opname not in ("LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
+@of_code
+def hands_out(code: CodeType) -> frozenset[str]:
+    """The names of attributes and variables with which code, or a function that it defines, does anything else than to work out
+    a number of what they hold, to decide by that or to put it back there, and to call them: so other code may get it."""
+    found = set(_tuples_and_words(code))
+    for inner in all_within(code):
+        every = [*dis.get_instructions(inner)]
+        for n, i in enumerate(every):
+            if i.opname.startswith(_ANY_VARIABLE) or (i.opname == "LOAD_ATTR" and not _stays(every, n)):
+                found.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    return frozenset(found)
+
+
+_NOTHING = _SILENT - {"PUSH_NULL"}
+_ANOTHER = (*_LOADS, "PUSH_NULL")
+_CONDITIONS = ("POP_JUMP", "TO_BOOL", "UNARY_NOT")
+
+
+def _stays(every: Instructions, n: int) -> bool:
+    """Whether code keeps to itself the attribute that the n-th of these instructions loads: followed from one to the next, with
+    how many values lie above it."""
+    if _MARKED & (every[n].arg or 0):
+        return True
+    above = 0
+    for k, i in enumerate(every[n + 1 :], n + 1):
+        if i.is_jump_target:
+            return False
+        if i.opname in _NOTHING:
+            continue
+        if i.opname.startswith(_CONDITIONS) and not above:
+            return True
+        if i.opname == "COMPARE_OP" and above < 2:
+            return True
+        if i.opname == "STORE_ATTR":
+            return above == 1 and i.argval == every[n].argval and _is_of_the_same(every, n, k)
+        if i.opname == "CALL_FUNCTION_EX" and above:  # x.step(*args, **kwargs)
+            return True
+        if i.opname.startswith(_ANOTHER) or (above and above >= _takes(i)):
+            above += dis.stack_effect(i.opcode, i.arg)
+        elif i.opname.startswith(("BINARY_", "INPLACE_")) and (above > 1 or not _looks_up(i)):
+            above = max(above - 1, 0)
+        elif (i.opname == "ROT_TWO" or (i.opname == "SWAP" and i.arg == 2)) and above < 2:
+            above = 1 - above
+        else:
+            return False
+    return False
+
+
+def _takes(i: dis.Instruction) -> float:
+    """How many values some instructions take, and all others more than there are."""
+    if i.opname == "BUILD_MAP":
+        return 2 * (i.arg or 0)
+    return {"LOAD_ATTR": 1, "LOAD_METHOD": 1, "DICT_MERGE": 2}.get(i.opname, math.inf)
+
+
+def _is_of_the_same(every: Instructions, loads: int, stores: int) -> bool:
+    """Whether an attribute is set of the object of which it was loaded."""
+    of, back = ([i for i in every[:at] if i.opname not in _NOTHING][-1] for at in (loads, stores))
+    twice = of.opname in ("COPY", "DUP_TOP") and back.opname in ("SWAP", "ROT_TWO")
+    return twice or (of.opname.startswith("LOAD_FAST") and back.opname.startswith("LOAD_FAST") and of.argval == back.argval)
+
+
+def _looks_up(i: dis.Instruction) -> bool:
+    return i.opname == "BINARY_SUBSCR" or i.argrepr == "[]"
+
+
 ANY_KEY = object()
 
 
@@ -482,6 +554,82 @@ def looks_around(code: CodeType) -> bool:
     return _names_a_way_around(code) and bool(used_in(code).around)
 
 
+_FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})
+
+
+@of_code
+def formats_any(code: CodeType) -> bool:
+    """Whether code may format by a text that does not stand in it, and that says which attributes are read. (The words of one
+    that does are among its names.)"""
+    return any(_formats_another(inner) for inner in all_within(code) if not _FORMATS.isdisjoint(inner.co_names))
+
+
+def _formats_another(code: CodeType) -> bool:
+    before, texts = list[dis.Instruction](), _texts_kept(code)
+    for i in dis.get_instructions(code):
+        before = [] if i.is_jump_target else before
+        if i.opname != "LOAD_CONST" and type(i.argval) is str and i.argval in _FORMATS:
+            kept = bool(before) and before[0].opname.startswith("LOAD_FAST") and before[0].argval in texts
+            if not (kept or _is_word(before)):
+                return True
+        before = before if i.opname in _SILENT else [i]
+    return False
+
+
+def _texts_kept(code: CodeType) -> set[object]:
+    """The local variables that hold texts which stand in the code, and nothing else."""
+    gathered = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    arguments = code.co_argcount + code.co_kwonlyargcount + gathered
+    others, kept = set[object](code.co_varnames[:arguments]), set[object]()
+    for before, i in pairwise(dis.get_instructions(code)):
+        if i.opname == "STORE_FAST" and _is_word([before]) and not i.is_jump_target:
+            kept.add(i.argval)
+        elif i.opname.startswith("STORE_FAST"):
+            others.update(i.argval if isinstance(i.argval, tuple) else (i.argval,))
+    return kept - others
+
+
+@of_code
+def looks_around_itself(code: CodeType) -> bool:
+    """Whether what code may read of attributes that it does not name is of its `self`."""
+    around, inner = used_in(code).around, [one for one in all_within(code) if one is not code]
+    if around != {""}:
+        return around == {"self"}
+    loads = [(before, i) for before, i in pairwise(dis.get_instructions(code)) if i.argval == "__dict__"]
+    others = names_in(code) & (_WAYS_AROUND - {"__dict__"}) or any("__dict__" in names_in(one) for one in inner)
+    return not others and all(_variable(code, before) == "self" and not i.is_jump_target for before, i in loads)
+
+
+@of_code
+def asks_its_base(code: CodeType) -> bool:
+    """Whether this is a `__getattribute__` that asks for attributes past those of classes by ``super()`` alone: of an object of
+    its own class, then."""
+    inner = [one for one in all_within(code) if one is not code]
+    if code.co_name != _GETS or _GETS in words_in(code) or any(_GETS in one.co_names for one in inner):
+        return False
+    every = [*dis.get_instructions(code)]
+    return all(_is_of_super(every[: n + 1]) for n, i in enumerate(every) if i.argval == _GETS)
+
+
+_GETS = "__getattribute__"
+
+
+def _is_of_super(until: Instructions) -> bool:
+    """Whether the last of these instructions loads an attribute of what ``super()`` gives, without arguments."""
+    i = until[-1]
+    if i.opname.startswith("LOAD_SUPER"):
+        return not (i.arg or 0) & 2
+    called = False
+    for before in reversed(until[:-1]):
+        if i.is_jump_target or (called and before.opname not in _SILENT):
+            return called and not i.is_jump_target and before.argval == "super"
+        called = called or (before.opname.startswith("CALL") and not before.arg)
+        if not called and before.opname not in _SILENT:
+            return False
+        i = before
+    return False
+
+
 @of_code
 def _names_a_way_around(code: CodeType) -> bool:
     within = [*all_within(code)]
@@ -501,7 +649,7 @@ def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
     if name in _AROUND:
         if i.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):  # inspect.getmembers(x), builtins.vars(x)
             return "" if name in _AROUND_OF_MODULES and _arguments(following) else None
-        if not i.opname.startswith(_OF_GLOBALS):
+        if not i.opname.startswith(_OF_GLOBALS) or (name == "inspect" and _asks_of_functions(following)):
             return None
     elif name == "dumps":
         return "" if _arguments(following) else None
@@ -511,6 +659,11 @@ def _goes_around(i: dis.Instruction, following: Instructions) -> str | None:
     if not given or (name in _BY_NAME and _is_literal(name, [*map(_is_word, given)])):
         return None if given else ""
     return _named(given[0]) if name in _OF_ANY else ""
+
+
+def _asks_of_functions(following: Instructions) -> bool:
+    asked = next((i for i in following if i.opname not in _SILENT), None)
+    return asked is not None and asked.opname in ("LOAD_ATTR", "LOAD_METHOD") and asked.argval in _OF_FUNCTIONS
 
 
 def _forwards(code: CodeType, i: dis.Instruction, following: Instructions) -> bool:

@@ -7,30 +7,32 @@ count, if nothing that ran reads attributes that it does not name.
 
 from __future__ import annotations
 
-import argparse
-import copy
-import copyreg
-import dataclasses
 import functools
 import inspect
-import pickle
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 from types import CodeType
 from typing import NamedTuple
 
-from .bytecode import all_within, items_set, looks_around, matches, names_in, slight_use_in, used_in_full
+from .bytecode import (
+    asks_its_base,
+    formats_any,
+    items_set,
+    looks_around,
+    matches,
+    names_in,
+    slight_use_in,
+    used_in_full,
+)
 from .identity import identity
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_ours, is_torchs, is_users, origin
 from .read_gate import Reads
+from .unnamed_reads import goes_through_objects, reads_any_of
 
 __all__ = ["REFLECTS", "Ran", "is_resumed"]
 
 _NONE = frozenset[str]()
-_FORMATS = frozenset({"format", "format_map", "vformat", "Formatter"})  # by which a text may read attributes
-# Where all attributes of an object are read, or all its fields.
-_GOES_THROUGH = tuple(m.__file__ for m in (argparse, copy, copyreg, dataclasses, pickle))
 # By which code may read what a function is bound to, though it does not run.
 REFLECTS = frozenset({"__closure__", "cell_contents", "__globals__", "f_locals", "f_globals", "f_back", "getclosurevars",
                        "get_objects", "get_referents", "get_referrers"})  # fmt: skip
@@ -49,8 +51,12 @@ class _Use(NamedTuple):
 class Ran:
     """All code that ran in a call."""
 
-    def __init__(self, called: Collection[CodeType], elsewhere: Collection[CodeType], reads: Reads | None = None) -> None:
-        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say. What was noted that it `reads`."""
+    def __init__(
+        self, called: Collection[CodeType], elsewhere: Collection[CodeType], reads: Reads | None = None,
+        functions: Sequence[tuple[CodeType, dict[str, object]]] = (),
+    ) -> None:  # fmt: skip
+        """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say. What was noted that it `reads`. Of
+        the `functions` among that the globals are known."""
         codes = [*called, *elsewhere]
         others = [code for code in codes if not is_torchs(code.co_filename)]
         users = [code for code in others if is_users(code.co_filename)]
@@ -59,17 +65,18 @@ class Ran:
         self._names: Set[str] = _NONE.union(*map(names_in, others))
         # But a method of that name writes to an object whose class has it.
         writing = [code for code in users if not (code.co_name in _WRITES or is_written(code))]
-        past = "__getattribute__" in self._names or "__get__" in by_users
+        past = any("__getattribute__" in names_in(code) for code in others if not asks_its_base(code)) or "__get__" in by_users
         past = past or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
         self.reads = reads if reads is not None and reads.certain and not past else None
         """What it has read of objects, if that is known."""
         torchs = [code for code in codes if is_torchs(code.co_filename) and not is_ours(code.co_filename)]
         self._torchs: Set[str] = _NONE.union(*map(names_in, torchs))
+        self._torchs_codes, self._functions = torchs, functions
         self._others = others
         self._uses: dict[str, _Use] = {}
         self._elsewhere = _NONE.union(*map(names_in, elsewhere))
-        around = any(map(looks_around, users)) or not by_users.isdisjoint(_FORMATS)
-        self.looks_around = around or any(map(_goes_through_objects, others))
+        around = any(map(looks_around, users)) or any(map(formats_any, users))
+        self.looks_around = around or any(map(goes_through_objects, others))
         """Whether it may read attributes that it does not name."""
         self.reflects = not by_users.isdisjoint(REFLECTS)
         self.matches = any(map(matches, others))
@@ -101,6 +108,16 @@ class Ran:
     def sets(self, attribute: str, *, of_module: bool) -> bool:
         """Whether it sets it, and does not read it before it has."""
         return self._use_of(attribute).sets and not (of_module and attribute in self._torchs)
+
+    def is_set_by_torch(self, attribute: str, kind: type) -> bool:
+        """Whether nobody's code but torch's names such an attribute of such an object, and that sets it, and does not read it
+        before it has."""
+        naming = [code for code in self._torchs_codes if attribute in names_in(code)]
+        beside = [code for code in self._torchs_codes if code.co_filename in {one.co_filename for one in naming}]
+        sets = bool(naming) and self.is_torchs(attribute) and all(attribute in slight_use_in(code).sets for code in naming)
+        if not sets or any(map(looks_around, beside)):
+            return False
+        return not issubclass(kind, reads_any_of(one for one in self._functions if not is_torchs(one[0].co_filename)))
 
     def fills(self, name: str, *, of_module: bool) -> bool:
         """Whether all that it does with what has this name, an attribute or a variable, is to append to it, or to set items."""
@@ -146,13 +163,7 @@ def is_resumed(code: CodeType) -> bool:
     return bool(code.co_flags & _RESUMED)
 
 
-def _goes_through_objects(code: CodeType) -> bool:
-    """Whether this is code of the standard library's that goes through all attributes of an object, whoever calls it."""
-    of_inspect = code.co_filename == inspect.__file__ and code.co_name.lstrip("_").startswith(("getmembers", "getattr"))
-    return of_inspect or code.co_filename in _GOES_THROUGH
-
-
 def _looks_around_in_a_package(code: CodeType) -> bool:
     if origin(code.co_filename) != LIBRARY:
         return False
-    return looks_around(code) or any(not _FORMATS.isdisjoint(inner.co_names) for inner in all_within(code))
+    return looks_around(code) or formats_any(code)

@@ -24,8 +24,8 @@ from .bytecode import all_within, has_instruction, names_in
 from .code_cache import of_code
 from .origin import is_users
 
-__all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "has_attributes",
-           "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
+__all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "hands_on",
+           "has_attributes", "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
            "takes_parameters_only"]  # fmt: skip
 
 
@@ -64,6 +64,8 @@ def contents(cell: CellType) -> object:
 _ENTRIES = frozenset({"lr", "weight_decay", "momentum", "betas", "items", "values", "keys", "get", "pop", "setdefault",
                       "update", "copy", "deepcopy", "dict", "vars", "__dict__", "__getitem__", "itemgetter",
                       "state_dict"})  # fmt: skip
+_SILENT = frozenset({"RESUME", "CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL"})
+_LOADS_FIRST = (["LOAD_FAST"], ["LOAD_FAST_BORROW"])
 _HANDED_ON = frozenset({"DICT_MERGE", "DICT_UPDATE", "STORE_SUBSCR"})  # (**group)
 
 
@@ -82,6 +84,22 @@ def takes_parameters_only(code: CodeType) -> bool:
                 return False
             before = name
     return True
+
+
+@of_code
+def hands_on(code: CodeType) -> bool:
+    """Whether all that a method does is to give an attribute of its object, or of one that this has: in a `__getattr__` the one
+    that it is asked for."""
+    ran = [i.opname for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    if code.co_name == "__getattr__":
+        calls = [name for name in ran if name.startswith("CALL")]
+        asks = [name for name in ran if name.startswith("LOAD_GLOBAL")]
+        return code.co_names[:1] == ("getattr",) and len(calls) == len(asks) == 1 and all(map(_loads_or_returns, ran))
+    return ran[:1] in _LOADS_FIRST and {*ran[1:-1]} == {"LOAD_ATTR"} and ran[-1] == "RETURN_VALUE"
+
+
+def _loads_or_returns(name: str) -> bool:
+    return name.startswith(("LOAD_FAST", "CALL")) or name in ("LOAD_GLOBAL", "LOAD_ATTR", "RETURN_VALUE")
 
 
 @of_code

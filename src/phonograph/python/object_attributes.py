@@ -21,7 +21,8 @@ __all__ = ["attributes", "cells", "named", "of_tensors", "slots", "some", "space
 
 def _attribute(thing: object, find: Callable[[], dict[str, object]], name: str) -> Spot:
     """An attribute of an object that has it in its dictionary."""
-    return Spot((identity(thing), name), lambda: find().get(name, MISSING), lambda value: find().__setitem__(name, value))
+    at = identity(thing), name
+    return Spot(at, lambda: find().get(name, MISSING), lambda value: find().__setitem__(name, value), type(thing))
 
 
 def attributes(path: str, thing: object, names: Sequence[str] | None = None, *, watched: bool = False) -> Holder:

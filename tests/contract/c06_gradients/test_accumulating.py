@@ -241,13 +241,12 @@ def test_c06_c15_loss_kept_on_the_model_settles(device, options):
     assert pg.stats(micro).live <= 2
 
 
-@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
 @pytest.mark.parametrize("schedule", [
     lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
     lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
 ])  # fmt: skip
 def test_c06_a_backward_in_which_no_optimizer_steps_relies_on_no_learning_rate(device, schedule):
-    """A scheduler inside keeps the steps live. The backwards between them have nothing to do with it."""
+    """A scheduler steps inside. The backwards between have nothing to do with it."""
 
     def made(record):
         torch.manual_seed(0)
@@ -274,5 +273,5 @@ def test_c06_a_backward_in_which_no_optimizer_steps_relies_on_no_learning_rate(d
         assert_same(mine, theirs)
         assert rates.get_last_lr() == others.get_last_lr()
     stats = pg.stats(ours)
-    assert (stats.recorded, stats.live) == (1, 21), pg.explain(ours)
-    assert [reason for reason in stats.refusals if "last_epoch" not in reason] == []
+    assert stats.recorded <= 3, pg.explain(ours)
+    assert stats.live <= 4, pg.explain(ours)

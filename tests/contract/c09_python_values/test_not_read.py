@@ -490,3 +490,64 @@ def test_c19_a_number_that_is_another_in_each_call(device):
     with pytest.warns(pg.RunsLive, match="another value of `by`"):
         f(ramp(device, 4), 66)
     assert pg.stats(f).refusals
+
+
+_library = {"dataclasses": dataclasses, "__name__": "loops"}
+exec(compile("""
+class Config:
+    def __init__(self):
+        self.scale = 2.0
+
+    def __getattribute__(self, key):
+        return super().__getattribute__("scale" if key == "size" else key)
+
+@dataclasses.dataclass
+class Output:
+    loss: object
+    rest: object = None
+
+    def __post_init__(self):
+        self.given = [f.name for f in dataclasses.fields(self) if self.__dict__[f.name] is not None]
+
+class Loop:
+    def __init__(self, model):
+        self.model, self.config, self.flos = model, Config(), 0
+
+    def training_step(self, x):
+        output = Output(self.model(x).square().sum() * self.config.size)
+        output.loss.backward()
+        return output.loss.detach()
+
+    def read(self, key):
+        return super().__getattribute__(key)
+""", "/usr/lib/site-packages/loops.py", "exec"), _library)  # fmt: skip
+
+
+def _loop(device, step=lambda loop: loop.training_step):
+    def make():
+        torch.manual_seed(0)
+        loop = _library["Loop"](nn.Linear(4, 2).to(device))
+        return step(loop), loop
+
+    return make
+
+
+def test_c09_a_library_counts_beside_classes_that_look_attributes_up_themselves(device):
+    """As transformers' Trainer counts operations: its configurations have such a class, its outputs tell their fields."""
+    both = side_by_side(_loop(device))
+    for n in range(12):
+        both(ramp(device, 2, 4, start=n))
+        both.change(lambda loop: setattr(loop, "flos", loop.flos + 100))
+        both.change(lambda loop: loop.model.zero_grad())
+    assert counts(both)[1:] == (1, 11), reasons(both)
+    both.change(lambda loop: setattr(loop.config, "scale", 3.0))
+    both(ramp(device, 2, 4))
+
+
+@may_run_live
+def test_c09_a_library_looks_an_attribute_up_past_its_class(device):
+    both = side_by_side(_loop(device, lambda loop: lambda x: x * loop.read("FLOS".lower())))
+    for n in range(12):
+        both(ramp(device, 2, 4, start=n))
+        if n % 3 == 2:
+            both.change(lambda loop: setattr(loop, "flos", loop.flos + 100))

@@ -1,6 +1,7 @@
 """C9: numbers that a call advances, and by which it goes on: each kind of call is one recording, and replays leave what the
 call would have left. What else is done with such a number makes it run live; nothing is ever stale."""
 
+import inspect
 import json
 import math
 
@@ -292,6 +293,133 @@ def test_c09_whatever_is_done_with_a_counter_is_right(device, how):
             return how(x, self)
 
     alongside(device, Counting, 12)
+
+
+_library = {"inspect": inspect, "__name__": "counting"}
+exec(compile("""
+class Own:
+    def __init__(self):
+        self.spec_of_this = 2.0
+
+    def found(self, name):
+        return getattr(self, "spec_of_{}".format(name))
+
+def as_given(data):
+    return type(data)(x * 1.0 for x in data) if isinstance(data, (tuple, list)) else data * 1.0
+
+def accepts(f, name):
+    return name in inspect.signature(f).parameters
+
+def exactly(n):
+    return 2.0 if type(n) is int else 3.0
+
+def read(thing, name):
+    return exactly(getattr(thing, name))
+
+def filled(text, thing):
+    return len(text.format(thing)) * exactly(1)
+""", "/usr/lib/site-packages/counting.py", "exec"), _library)  # fmt: skip
+
+
+class Accumulating(Summed):
+    """As accelerate does it, whose code asks of which class what it is given is, and what a function takes."""
+
+    def update(self, x):
+        self.n += 1
+        (y,) = _library["as_given"]((x * 2,))
+        scale = _library["Own"]().found("this") if _library["accepts"](self.update, "x") else 1.0
+        if self.n % self.group["every"] == 0:
+            self.shadow.add_(y.mean(0))
+        return self.shadow * scale
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.group["every"] = 2
+
+
+def test_c09_code_asks_for_classes_that_does_not_get_the_counter(device):
+    recorded = alongside(device, Accumulating)
+    assert counts(recorded) == (2, 2, 12), pg.explain(recorded)
+
+
+def _passed_on(x, s):
+    n = s.n
+    return x * _library["exactly"](n)
+
+
+def _kept_elsewhere(x, s):
+    s.last_n = s.n + 1
+    return x * _library["exactly"](s.last_n)
+
+
+# Ways by which such code does get it.
+GIVEN = {
+    "the counter": lambda x, s: x * _library["exactly"](s.n),
+    "worked out": lambda x, s: x * _library["exactly"](s.n % 2 + 1),
+    "a variable": _passed_on,
+    "kept elsewhere": _kept_elsewhere,
+    "one of two": lambda x, s: x * _library["exactly"](s.n if x.ndim else 0),
+    "this or that": lambda x, s: x * _library["exactly"](s.n or 0),
+    "by name": lambda x, s: x * _library["read"](s, "n"),
+    "by a name worked out": lambda x, s: x * _library["read"](s, "nn"[:1]),
+    "all attributes": lambda x, s: x * _library["exactly"](vars(s)["nn"[:1]]),
+    "in a list": lambda x, s: x * sum(map(_library["exactly"], [s.n])),
+    "a text": lambda x, s: x * _library["filled"]("{0.n}", s),
+    "another name": lambda x, s: x * _library["exactly"](s.alias),
+}
+
+
+class Given(Summed):
+    how = None
+
+    @property
+    def alias(self):
+        return self.n
+
+    def update(self, x):
+        self.n += 1
+        return self.how(x, self) * (2 if self.n % 2 else 1)
+
+
+class Noticing:
+    @property
+    def n(self):
+        return self.seen
+
+    @n.setter
+    def n(self, value):
+        self.seen = value if type(value) is int else -value
+
+
+def _set_elsewhere(x, s):
+    other = Noticing()
+    other.n = s.n
+    return x * (2.0 if other.seen > 0 else 3.0)
+
+
+GIVEN["set of another object"] = _set_elsewhere
+
+
+class Setting(Summed):
+    """Looks at what it is given to keep."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value if name != "n" or type(value) is int else -value)
+
+    def update(self, x):
+        self.n += 1
+        return x * (2 if self.n > 0 else 1)
+
+
+@may_run_live
+@pytest.mark.parametrize("how", GIVEN.values(), ids=list(GIVEN))
+def test_c09_code_asks_for_the_class_of_a_counter(device, how):
+    alongside(device, type("Given", (Given,), {"how": staticmethod(how)}))
+
+
+@may_run_live
+def test_c09_code_asks_for_the_class_of_a_counter_where_it_is_set(device):
+    alongside(device, Setting)
 
 
 @may_run_live

@@ -1044,7 +1044,8 @@ def a_process(device):
 def a_scheduler(device):
     net = nn.Linear(4, 1, device=device)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(opt, 2)
+    parts = [torch.optim.lr_scheduler.ConstantLR(opt, 0.5, 30), torch.optim.lr_scheduler.StepLR(opt, 2)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(opt, parts, [30])
 
     def step(x):  # here
         opt.zero_grad()

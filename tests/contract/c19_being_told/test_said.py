@@ -3,6 +3,7 @@ nearly each time, a module whose other methods are called, a function that is re
 
 import copy
 import functools
+import itertools
 import pickle
 import warnings
 import weakref
@@ -10,8 +11,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
 import phonograph as pg
+from phonograph.engine import budget
 from phonograph.engine import repeated_records as anew
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp, reasons
@@ -395,3 +398,37 @@ def test_c19_many_functions_of_one_line_that_are_kept_or_played(device):
                 assert_same(f(x), x * n)
 
     assert said(loop) == []
+
+
+class Averaging:
+    """A trainer, of which each call looks at a number, and others count meanwhile."""
+
+    def __init__(self, device):
+        self.net = nn.Linear(3, 3).to(device)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        self.within, self.averaged = False, torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, x):
+        self.optimizer.zero_grad()
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        if self.averaged == 0:
+            loss = loss * 2
+        self.averaged += 1
+        if self.within:
+            self.schedule.step()
+        return loss.detach()
+
+
+@may_run_live
+def test_c19_the_reason_stays_the_cause_when_something_else_changes(device, monkeypatch):
+    """What a refusal goes by has changed, which no recording relies on: there is time for another attempt, or there is none."""
+    monkeypatch.setattr(budget, "now", itertools.count().__next__)  # each call takes one, and so does a capture
+    trainer = Averaging(device)
+    update = pg.record(trainer.update)
+    for n in range(60):
+        update(ramp(device, 4, 3, start=n) * 0.01)
+        trainer.schedule.step()
+    assert all("on the host" in reason for reason in pg.stats(update).refusals), pg.stats(update).refusals
