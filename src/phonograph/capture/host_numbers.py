@@ -1,7 +1,7 @@
 """Python code of a captured call that goes on by a number of a tensor: which a replay cannot do.
 
-A number may be handed on unread (`numeral`), may end a segment (`decided`), or is only asked for by a check of torch's that
-raises: such a check each replay makes as well (`checks`). All else is refused.
+A number may be handed on unread (`numeral`), may end a segment (`decided`), or is only asked for by a check that raises: such a
+check each replay makes as well (`checks`). All else is refused.
 """
 
 from __future__ import annotations
@@ -90,14 +90,16 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
     # -- checks
 
     def answered(self, t: torch.Tensor, frame: FrameType) -> bool | None:
-        """What this frame is told that asks for the truth of a tensor, if it is code of torch's that only raises then; None if
-        it has to read it.
+        """What this frame is told that asks for the truth of a tensor, if it is code that only raises then; None if it has to
+        read it.
 
         Raises:
             Refusal: something would have to be done after the exception.
         """
         check = Check.asked(frame, self.outermost)
-        if check is None or not self.takes(check) or t.numel() != 1 or not has_memory(t):
+        if check is None or t.numel() != 1 or not has_memory(t):
+            return None
+        if (check.again and self.fixed(t) is not None) or not self.takes(check):
             return None
         if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
             if not t.is_cpu or self.known.get(storage_id(t), ""):
@@ -108,7 +110,7 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
 
     def takes(self, check: Check) -> bool:
         """Whether each replay can make this check as a live call does."""
-        return check.exact
+        return not check.again
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """Have this looked at in each replay. Returns what the call goes on with."""
