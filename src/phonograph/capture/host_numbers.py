@@ -17,7 +17,7 @@ import torch
 
 from .._torch.dynamic import Thing
 from .._torch.modes import without_modes
-from .._torch.tensors import has_memory, storage_id
+from .._torch.tensors import has_memory, is_ordinary, storage_id
 from ..aten import operators
 from ..errors import Decides, Refusal
 from ..guards.reachable import Reach
@@ -99,7 +99,9 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
         check = Check.asked(frame, self.outermost)
         if check is None or t.numel() != 1 or not has_memory(t):
             return None
-        if (check.again and self.fixed(t) is not None) or not self.takes(check):
+        if check.again and (not is_ordinary(t) or self.fixed(t) is not None):  # it may answer otherwise; or it is one answer
+            return None
+        if not self.takes(check):
             return None
         if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
             if not t.is_cpu or self.known.get(storage_id(t), ""):

@@ -459,6 +459,27 @@ def test_c11_an_answer_of_your_own_that_decides_is_no_check(device):
         assert "value on the host" in reasons(g)
 
 
+class Contrary(torch.Tensor):
+    """Its truth is another than that of what it holds."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return not found if func is torch.Tensor.__bool__ else found
+
+
+@may_run_live
+def test_c13_a_tensor_of_another_class_answers_for_itself(device):
+    def f(x):
+        if (x.as_subclass(Contrary) < 0).any():
+            raise ValueError
+        return x * 2
+
+    g = pg.record(f)
+    for x in (-ramp(device, 3) - 1,) * 3 + (ramp(device, 3), -ramp(device, 3) - 1):
+        assert_same(came_to(g, x), came_to(f, x))
+
+
 @may_run_live
 def test_c11_one_that_is_caught(device):
     """A replay could not do what comes after: on the CPU the call begins again, live; a GPU would tell too late."""
