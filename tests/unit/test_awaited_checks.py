@@ -9,7 +9,7 @@ import torch
 from phonograph.capture.recording import memory_of
 from phonograph.capture.value_checks import Check, lookouts
 from phonograph.devices.cuda import value_checks
-from phonograph.devices.cuda.statuses import check_of, looks, stops_by_values
+from phonograph.devices.cuda.statuses import check_of, indices_of, looks, stops_by_values
 from phonograph.devices.segments import Segments, TakenBack
 from phonograph.memory.spans import Spans
 
@@ -111,3 +111,11 @@ def test_what_stops_a_gpu_by_values():
     assert stops_by_values("aten::multinomial", (x, 1))
     assert not stops_by_values("aten::binary_cross_entropy_with_logits", (x, x))
     assert not stops_by_values("aten::nll_loss_forward", (x, x.long(), None, 1, -100))
+
+
+def test_what_stops_a_gpu_by_integers():
+    x, i = torch.ones(3), torch.ones(3, dtype=torch.long)
+    assert indices_of("aten::nll_loss_forward", (x, i, None, 1, -100), {})[0] is i
+    assert indices_of("aten::index", (x, [None, i]), {})[0] is i
+    assert indices_of("aten::index_put", (x, [x > 0], x), {}) == []
+    assert indices_of("aten::add", (x, i), {}) == []

@@ -67,7 +67,7 @@ from .bodies import Bodies
 from .fixed_values import Recipes, Versions, Watched, bytes_of
 from .host_constants import Room, given, moves
 from .random_states import DrawsWatch
-from .statuses import CONSISTING, LOOKS, TOLD, check_of, looks, stops_by_values
+from .statuses import CONSISTING, LOOKS, TOLD, check_of, indices_of, looks, stops_by_values
 from .value_checks import Answers
 
 __all__ = ["CudaWatch"]
@@ -139,6 +139,7 @@ class CudaWatch(DrawsWatch):
         self._recipes: Recipes | None = None
         self._answered: list[torch.Tensor] = []  # those on the device that the operator reads which is about to run
         self._status: Refusal | None = None  # of the first operator at whose status each run looks when it has ended
+        self._since = 0  # how many storages the call had made by then
 
     def runs_beside(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
         """What is worked out at once runs there."""
@@ -419,8 +420,8 @@ class CudaWatch(DrawsWatch):
     def perform(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs) -> object:
         if _spoils_handle(m.name, args, kwargs):
             raise Refusal(f"{source_of(m.name)} waits for the GPU", f"do that outside the recorded function, {MARKED}")
-        if self._status is not None and (m.others or stops_by_values(m.name, args)):
-            self._ends_without(f"calls {source_of(m.name)}")
+        if self._status is not None:
+            self._goes_on_after(m, args, kwargs)
         if m.random:
             self.draws(m, args, kwargs)
         if looks(m.name, kwargs) and args[0].is_cuda:
@@ -481,8 +482,17 @@ class CudaWatch(DrawsWatch):
             cut = self.split or self.decisive or self.parts or self.cuts
             if cut or self.bodies or self.communicated or not self.may_begin_again or self.caught(any_kind=False):
                 raise refusal
-            self._status, check.awaited = self._status or refusal, True
+            if self._status is None:
+                self._status, self._since = refusal, self._made
+            check.awaited = True
         self.checks(check, failed)
+
+    def _goes_on_after(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
+        """Refuse an operator that may stop the GPU where what it is given has been made since, of what no live call has."""
+        made = [self.name_of(storage_id(t)) for t in indices_of(m.name, args, kwargs) if self.fixed(t) is None]
+        since = any(isinstance(number, int) and number >= self._since for number in made)
+        if since or m.others or stops_by_values(m.name, args):
+            self._ends_without(f"calls {source_of(m.name)}")
 
     def _ends_without(self, does: str) -> None:
         """The call does this. A run that goes on after a bad status must not: it could not be taken back, or might not end."""

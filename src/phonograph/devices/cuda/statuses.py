@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from ..._torch.dynamic import Args, Kwargs
+from ...aten.operators import operands
 from ...capture.value_checks import Check
 
-__all__ = ["CONSISTING", "LOOKS", "TOLD", "check_of", "looks", "stops_by_values"]
+__all__ = ["CONSISTING", "LOOKS", "TOLD", "check_of", "indices_of", "looks", "stops_by_values"]
 
 LOOKS = "aten::_linalg_check_errors"
 CONSISTING = frozenset(f"aten::{name}" for name in (
@@ -23,10 +24,14 @@ TOLD = "check_errors"
 """The argument that tells the others to look at their own last result."""
 _LEAVE = frozenset(f"aten::{name}" for name in (
     "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex", "linalg_ldl_factor_ex", "_linalg_solve_ex"))  # fmt: skip
-# Their kernels assert that floating-point numbers are in range. (Others assert it of indices, which are of no such numbers
-# unless integers are made of them.)
+# Their kernels assert that floating-point numbers are in range, or masks...
 _STOPPED = ("aten::bernoulli", "aten::multinomial", "aten::poisson", "aten::binomial", "aten::binary_cross_entropy",
-            "aten::_assert")  # fmt: skip
+            "aten::_assert", "aten::masked_scatter")  # fmt: skip
+# ...and theirs that integers are.
+_BY_INDICES = tuple(f"aten::{name}" for name in (
+    "embedding", "_embedding", "index", "_index", "_unsafe_index", "gather", "scatter", "take", "put", "nll_loss",
+    "cross_entropy", "multi_margin", "multilabel_margin", "max_unpool", "one_hot", "segment_reduce",
+))  # fmt: skip
 _SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
 
@@ -48,3 +53,9 @@ def stops_by_values(name: str, args: Args) -> bool:
     if name == "aten::bernoulli":
         return len(args) == 1 or isinstance(args[1], torch.Tensor)
     return name.startswith(_STOPPED) and name != "aten::binary_cross_entropy_with_logits"
+
+
+def indices_of(name: str, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    """The integers for which an operator may stop the GPU likewise."""
+    found = operands(args, kwargs) if name.startswith(_BY_INDICES) else []
+    return [t for t in found if not (t.dtype is torch.bool or t.is_floating_point() or t.is_complex())]
