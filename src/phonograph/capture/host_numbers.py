@@ -1,7 +1,7 @@
 """Python code of a captured call that goes on by a number of a tensor: which a replay cannot do.
 
-A number may be handed on unread (`numeral`), may end a segment (`decided`), or is only asked for by a check of torch's that
-raises: such a check each replay makes as well (`checks`). All else is refused.
+A number may be handed on unread (`numeral`), may end a segment (`decided`), or is only asked for by a check that raises: such a
+check each replay makes as well (`checks`). All else is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from .._torch.dynamic import Thing
 from .._torch.modes import without_modes
-from .._torch.tensors import has_memory, storage_id
+from .._torch.tensors import has_memory, is_ordinary, storage_id
 from ..aten import operators
 from ..errors import Decides, Refusal
 from ..guards.reachable import Reach
@@ -90,14 +90,18 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
     # -- checks
 
     def answered(self, t: torch.Tensor, frame: FrameType) -> bool | None:
-        """What this frame is told that asks for the truth of a tensor, if it is code of torch's that only raises then; None if
-        it has to read it.
+        """What this frame is told that asks for the truth of a tensor, if it is code that only raises then; None if it has to
+        read it.
 
         Raises:
             Refusal: something would have to be done after the exception.
         """
         check = Check.asked(frame, self.outermost)
-        if check is None or not self.takes(check) or t.numel() != 1 or not has_memory(t):
+        if check is None or t.numel() != 1 or not has_memory(t):
+            return None
+        if check.again and (not is_ordinary(t) or self.fixed(t) is not None):  # it may answer otherwise; or it is one answer
+            return None
+        if not self.takes(check):
             return None
         if t.device != self.device:  # made of numbers, here: its value is built in, or an operator is refused that reads it
             if not t.is_cpu or self.known.get(storage_id(t), ""):
@@ -108,7 +112,7 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
 
     def takes(self, check: Check) -> bool:
         """Whether each replay can make this check as a live call does."""
-        return check.exact
+        return not check.again
 
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """Have this looked at in each replay. Returns what the call goes on with."""

@@ -1,9 +1,13 @@
-"""Checks of values that torch makes only in order to raise: `torch.distributions` of its arguments and samples, mostly.
+"""Checks of values that code makes only in order to raise: `torch.distributions` of its arguments and samples, a library of
+targets and indices, an ``assert`` of the user's.
 
-Whoever asks for the truth of a tensor waits for the device, and no recording can go on. But where code of torch's asks, and all
-that comes of one answer is an exception, the call goes on after the other one in each replay that ends well. So the operators
-that lead to the question are recorded, the question is answered as it is where all is well, and the truth is looked at when it
-is there: on the CPU in the very place, on a GPU as soon as a later call finds it.
+Whoever asks for the truth of a tensor waits for the device, and no recording can go on. But where all that comes of one answer
+is an exception, the call goes on after the other one in each replay that ends well. So the operators that lead to the question
+are recorded, the question is answered as it is where all is well, and the truth is looked at when it is there: on the CPU in
+the very place, on a GPU as soon as a later call finds it.
+
+The exception of code of torch's that only validates can be made again from its arguments. For all others the replay is taken
+back, and the call begins again, live: whatever that code does then, it does itself.
 
 `if not valid: raise` is told from its instructions. The constraints of distributions also say by an early answer that something
 is wrong, from which the distribution that has asked makes the exception.
@@ -25,9 +29,9 @@ import torch
 from .._torch.dynamic import Leaves, Thing
 from ..python.handlers import is_caught_by_torch
 from ..python.identity import identity
-from ..python.origin import is_torchs, users_line
+from ..python.origin import is_ours, is_torchs, users_line
 
-__all__ = ["Check", "look", "lookouts", "validates"]
+__all__ = ["Check", "Failed", "look", "lookouts", "validates"]
 
 _DISTRIBUTIONS = os.path.join("torch", "distributions", "")
 _VALIDATE = (_DISTRIBUTIONS, os.path.join("torch", "nn", "functional.py"))
@@ -59,6 +63,14 @@ class _Raise(NamedTuple):
     text: str
 
 
+class Failed(Exception):
+    """A check has failed, at this line of the user's, of which the code that asks makes an exception."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.where = where
+
+
 class Check:
     """One question, for which the answer is `good` where all is well.
 
@@ -71,16 +83,19 @@ class Check:
         self.validates = False
         """Whether a distribution or a function of `torch.nn.functional` makes it of its arguments or of a sample: who gets the
         exception has an error to mend, and nothing that was computed meanwhile to save."""
-        self._kind, self._text, self._where = kind, text, where
-        self._again: tuple[FunctionType, dict[str, object]] | None = None
+        self.again = False
+        """Whether only the code that asks can make its exception, called once more."""
+        self.awaited = False
+        """Whether a replay waits for the answer, at its end."""
+        self.where = where
+        self._kind, self._text = kind, text
+        self._call: tuple[FunctionType, dict[str, object]] | None = None
 
     @staticmethod
     def asked(frame: FrameType, outermost: CodeType | None) -> Check | None:
         """The check that this frame makes, where it asks for the truth of a tensor; None if it is no such one, or if torch
         itself catches what it raises."""
-        if not is_torchs(frame.f_code.co_filename):
-            return None
-        raising = _branches(frame.f_code, frame.f_lasti)
+        raising = None if is_ours(frame.f_code.co_filename) else _branches(frame.f_code, frame.f_lasti)
         good = False
         if raising is not None:
             good, raised = raising
@@ -92,17 +107,13 @@ class Check:
             return None
         scope = {**vars(sys.modules["builtins"]), **frame.f_globals}
         kind = scope.get(raised.kind)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            return None
-        check = Check(good, kind, raised.text or _told(frame), users_line(frame))
-        check.validates = _is_validating(frame)
-        check._remember(frame)
+        known = kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+        check = Check(good, known or RuntimeError, raised.text or _told(frame), users_line(frame))
+        if known and is_torchs(frame.f_code.co_filename):
+            check.validates = _is_validating(frame)
+            check._remember(frame)
+        check.again = check._call is None
         return check
-
-    @property
-    def exact(self) -> bool:
-        """Whether its exception can be made as it would be made here."""
-        return self._again is not None
 
     def _remember(self, frame: FrameType) -> None:
         """How the function that asks was called, so that it can be called so again."""
@@ -111,12 +122,12 @@ class Check:
             return
         names, values = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], frame.f_locals
         if all(name in values for name in names):
-            self._again = function, {name: _without_tensors(values[name], self.given) for name in names}
+            self._call = function, {name: _without_tensors(values[name], self.given) for name in names}
 
     def error(self, given: list[object] | None = None) -> Exception:
         """The exception, as the function raises it that has asked; without the values where the tensors `given` are none."""
-        if self._again is not None and given is not None and all(isinstance(t, torch.Tensor) for t in given):
-            function, arguments = self._again
+        if self._call is not None and given is not None and all(isinstance(t, torch.Tensor) for t in given):
+            function, arguments = self._call
             values = {name: _with_tensors(value, given) for name, value in arguments.items()}
             try:
                 function(**values)
@@ -124,13 +135,13 @@ class Check:
                 return e.with_traceback(None)
             except (TypeError, AttributeError, RuntimeError):  # it was called with less than it had: it is told in our words
                 pass
-        place = f" (in a replay that has ended since; {self._where})" if given is None and self._where else ""
+        place = f" (in a replay that has ended since; {self.where})" if given is None and self.where else ""
         return self._kind(f"{self._text}{place}")
 
     def __call__(self, answer: torch.Tensor, given: list[object]) -> None:
-        """Raise the exception if that is the answer."""
+        """Raise the exception if that is the answer; `Failed` where other code has to make it."""
         if bool(answer) is not self.good:
-            raise self.error(given)
+            raise self.error(given) if not self.again else Failed(self.where)
 
 
 def validates(frame: FrameType | None, outermost: CodeType | None) -> bool:
@@ -166,7 +177,7 @@ def _branches(code: CodeType, at: int) -> tuple[bool, _Raise] | None:
     offsets = [i.offset for i in instructions]
     places = {i.offset: n for n, i in enumerate(instructions)}
     n, turned = places.get(at, -1), False
-    while n >= 0 and n < len(instructions) and instructions[n].opname in ("TO_BOOL", "UNARY_NOT"):
+    while n >= 0 and n < len(instructions) and _asks(instructions[n]):
         turned ^= instructions[n].opname == "UNARY_NOT"
         n += 1
     if n < 0 or n >= len(instructions) or not instructions[n].opname.startswith(_BRANCHES):
@@ -180,6 +191,11 @@ def _branches(code: CodeType, at: int) -> tuple[bool, _Raise] | None:
     if there is not None and here is None:
         return not jumps_if, there
     return (jumps_if, here) if here is not None and there is None else None
+
+
+def _asks(i: dis.Instruction) -> bool:
+    """Whether it asks for the truth of something, and goes on. (Since Python 3.13 a comparison may itself.)"""
+    return i.opname in ("TO_BOOL", "UNARY_NOT") or (i.opname == "COMPARE_OP" and i.argrepr.startswith("bool("))
 
 
 def _raises(instructions: list[dis.Instruction], start: int) -> _Raise | None:

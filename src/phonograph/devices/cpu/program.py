@@ -20,6 +20,7 @@ from ..._torch.tensors import copy_all, maker
 from ...aten import operators
 from ...aten.autocast import Casts
 from ...capture.recording import Tensors, Work
+from ...capture.value_checks import Failed
 from ...memory.pool import Fill, unexpanded
 from ...memory.spans import Spans
 from ...python.identity import identity
@@ -91,8 +92,7 @@ class TapeProgram:
             done = len(self.calls) - length_hint(left)  # with the one that raises
             self.ran = self._steps[done - 1] + 1 if done else 0
             if isinstance(e, Exception) and 0 < done <= self._raising:
-                raise TakenBack(f"an operator raises {type(e).__name__} in a replay", "where that is rare, nothing",
-                                this_call=True, failed=True) from e  # fmt: skip
+                raise (TakenBack.by_check(e.where) if isinstance(e, Failed) else TakenBack.by_operator(e)) from e
             raise
 
     def close(self) -> None:

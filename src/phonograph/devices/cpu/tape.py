@@ -38,7 +38,7 @@ from ...python.origin import users_line
 from ...values.host_scalars import READS_NUMBER
 from ...values.wording import source_of
 from ..cuts import UNDONE
-from ..segments import Segments
+from ..segments import FAILS, Segments
 from .arena import Arena
 from .bodies import CHOICE, LOOP, Old, Trial
 from .bystanders import Bystanders
@@ -362,13 +362,19 @@ class Tape(OperatorWatch):
         self._raising, self._put_back = len(self._top) + 1, outside
         return True
 
+    def takes(self, check: Check) -> bool:
+        """Where its exception cannot be made here, the call begins again, and code makes it. If that also catches it, it is a
+        way to go on."""
+        return not check.again or (not self.caught(any_kind=True) and self._begins_again())
+
     def checks(self, check: Check, answer: torch.Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""
         with without_modes():
             found = bool(READS_NUMBER(answer))  # for `Tensor.item` is the call's, which may go on by numbers
         self._may_raise(CHECKS)
         if found is not check.good:  # here and now: the live call raises
-            raise self.located(Refusal(f"{CHECKS} fails", "see the exception", failed=True))
+            advice = "where that is rare, nothing" if check.again else "see the exception"
+            raise self.located(Refusal(FAILS, advice, failed=True))
         given = [self._note(t) if storage_id(t) in self._places else None for t in check.given]
         check.given.clear()
         self._steps.append(Step(check, (self._note(answer), given), {}, []))
