@@ -504,7 +504,7 @@ def test_c09_a_counter_that_is_set_to_a_number_of_another_kind(device, other):
 
 
 class Now:
-    """State that gives way to new tensors in each `every`-th call only, as preconditioners do, and what is measured now and then."""
+    """State that gives way to new tensors in each `every`-th call only, as preconditioners do."""
 
     def __init__(self, device, every, keeps):
         self.net, self.n, self.every = nn.Linear(3, 2).to(device), 0, every
