@@ -128,6 +128,9 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def stood_in(self) -> None:
+        """Slots stand in the places of carried state from now on."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Whether torch wraps `__torch_dispatch__` to keep Dynamo from compiling it. (The wrapper costs as much as all else

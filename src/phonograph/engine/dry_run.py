@@ -185,6 +185,7 @@ class DryRun:
         arguments = Arguments(request.call, leaves, seen)
         modes_before, by_name = modes(), dict(arguments.kwargs)
         self._stand_ins.callback(request.terms.carried.stand(by_name))
+        watch.stood_in()
         found = before(self._prepared.snapshot.holders)
         result, state, listener = self._call(arguments.args, by_name, watch)
         self._dials.left()

@@ -30,6 +30,8 @@ class Arrivals:
     warm_ups: int = 0
     live_since: set[bool] = field(default_factory=set)
     """A live call was made since gradients (True), or anything else (False), were replaced."""
+    turned: set[object] = field(default_factory=set)
+    """Decisions that a live call has taken in another way than the recordings of its time."""
     moved: int = 0
     """`gradients_moved` when gradients were last found elsewhere, or it came first."""
 

@@ -92,7 +92,9 @@ class KnownCall:
         has to be begun again, or has to be refused."""
         if call.borrowed or call.again or call.numbers or any(type(t) is not torch.Tensor for t in call.tensors):
             return None
-        if any(player.may_begin_again or player.half_attached(call) or _needs_arguments(player) for player in players):
+        if any(player.half_attached(call) or _needs_arguments(player) for player in players):
+            return None
+        if players and all(player.may_begin_again for player in players):
             return None
         try:
             given = matching(call, state)
@@ -162,7 +164,8 @@ class KnownCall:
         return False
 
     def play(self, tensors: _Tensors) -> tuple[Any, int] | None:
-        """The result of a call that fits, and how many bytes of input were copied; None if no recording can be played."""
+        """The result of a call that fits, and how many bytes of input were copied; None if no recording can be played, or one
+        that may have to begin again."""
         guess = self._guess
         if guess is not None and guess in self.players and guess.ready(tensors):
             self._trust -= 1
@@ -172,6 +175,8 @@ class KnownCall:
         broken = True  # whether all that come first are, and none is only held up
         for player in self.players:
             if player.ready(tensors):
+                if player.may_begin_again:
+                    return None
                 if broken and player is not self.players[0]:
                     self._guess, self._trust = player, _TRUST
                 return player.play_flat(tensors)

@@ -167,6 +167,11 @@ class Player:
                 return dials.deciding
         return self.recording.reliances.broken()
 
+    def other_decision(self, broken: str) -> object | None:
+        """Which decision comes out otherwise, where that is what is `broken`."""
+        dials = self._dials
+        return dials.other_decision() if dials is not None and dials.deciding == broken else None
+
     def _moved(self) -> bool:
         """Whether the storage of a result was replaced (`share_memory_`), which the recording's own tensors share."""
         if [*map(address, self._templates)] == self._places:

@@ -37,6 +37,7 @@ __all__ = ["RULES", "Case", "Policy", "Step"]
 
 ROOM = 8  # live calls of a signature before it may evict a recording that was not played meanwhile
 BLOCKED = 6  # recordings of a signature whose outputs may all be held before its calls run live
+TURNED = 64  # decisions that are remembered, of one signature
 
 
 class Step(enum.Enum):
@@ -130,8 +131,21 @@ class Policy:
 
     def _has_changed(self, case: Case) -> bool:
         """Whether no call has run live since the change. (A failed capture was followed by a live call.)"""
+        if case.broken is None or case.gone or not self._options.warmup:
+            return False
         seen = case.history.attempts.failed or (case.broken == GRAD) in case.history.arrivals.live_since
-        return case.broken is not None and not (seen or case.gone) and self._options.warmup > 0
+        return not (seen or self._went_so(case))
+
+    def _went_so(self, case: Case) -> bool:
+        """Whether a decision has changed, and such a call has run live before, however long ago: each tenth step, say, after
+        which something else is recorded anew."""
+        others = self._other_decisions(case)
+        return bool(others) and others <= case.history.arrivals.turned
+
+    def _other_decisions(self, case: Case) -> set[object]:
+        """The decisions by which a call goes another way than the recordings."""
+        assert case.broken is not None
+        return {player.other_decision(case.broken) for player in self._shelf.of(case.call.key)} - {None}
 
     # what is counted
 
@@ -176,7 +190,9 @@ class Policy:
         marked `live` run while gradients are there. So the two kinds of changes are counted apart."""
         for player in self._shelf.of(case.call.key):
             self._described.following.want(player.recording.reliances.numbers_changed())
-        case.history.arrivals.live_since.add(case.broken == GRAD)
+        arrivals = case.history.arrivals
+        arrivals.live_since.add(case.broken == GRAD)
+        arrivals.turned = {*(arrivals.turned if len(arrivals.turned) < TURNED else ()), *self._other_decisions(case)}
 
     def _payment(self, case: Case) -> Refusal | None:
         """Attempt. Refuse it if those before it have cost too much."""

@@ -14,8 +14,9 @@ has not seen them often. So there are rounds, in which calls are played and then
 anything to find out, and the others count. A recording goes if its replays are slower both at their best and by their median,
 by more than noise. Where both are as fast, it stays.
 
-While calls run live, the recordings of their signature are off the shelf: such a call costs what it would cost later. It takes
-memory besides that of the recordings, so where that is much (`Device.spare`) there is none.
+While calls run live, the recordings of their signature are off the shelf: such a call costs what it would cost later. (That it
+is looked at until then is not counted: later, most are let pass.) It takes memory besides that of the recordings, so where that
+is much (`Device.spare`) there is none.
 
 A module in a `DistributedDataParallel` is always tried live as well. Its recorded backward gives all gradients at once, so that
 averaging them overlaps with nothing: whether that costs more than calling the operators does, only both times can tell.
@@ -101,7 +102,11 @@ class Took:
         self.live = False
         self.host: int | None = None  # nanoseconds
         self.marks: tuple[Any, ...] = ()
-        self.begun, self.since = clock.mark(device), clock.now()
+        self.begin()
+
+    def begin(self) -> None:
+        """It begins now, whatever there was before."""
+        self.begun, self.since = clock.mark(self.device), clock.now()
 
     @staticmethod
     def here(device: torch.device) -> Took | None:

@@ -167,6 +167,8 @@ class Recorded(Parts, Generic[P, R]):
             lock.release()
         if free is not None:
             self._count_free(free)
+            if (timed := self._trials.under_way) is not None:
+                timed.begin()
             begun = budget.now()
             result = self._function(*args, **kwargs)
             self._backoff.budget.live += budget.now() - begun
@@ -443,6 +445,8 @@ class Recorded(Parts, Generic[P, R]):
         notes = history.live.notes if history is not None and isinstance(refusal, Diverged) else None
         again = nullcontext() if notes is None else Nested(waits=True)
         with again, noting(notes):
+            if (timed := self._trials.under_way) is not None:
+                timed.begin()
             begun = budget.now()
             result = self._function(*args, **kwargs)
         self._backoff.budget.ran(budget.now() - begun)

@@ -23,6 +23,7 @@ from ..guards.reachable import Reach
 from ..guards.reliances import is_heard_of
 from ..guards.tensor_states import state_of
 from ..python.holders import Holder
+from ..python.identity import identity
 from .contained import Contained
 
 __all__ = ["Grounds", "Lasting", "Standing", "grounds_of"]
@@ -67,6 +68,7 @@ class Grounds(Entries):
         tensors = [t for _, t in reach.all_tensors]
         self._tensors = [(name, weakref.ref(t), _kind_of(t)) for name, t in reach.all_tensors]
         witness.watch([*reach.modules, *tensors], self)
+        self._growing: list[tuple[Holder, int]] = []  # what the calls fill, and how many values that had at the last look
         self._asked = 0
         self._sort()
 
@@ -98,7 +100,7 @@ class Grounds(Entries):
         if heard or asked >= self._next:
             self._next = asked + self._lap
             self._lap = min(2 * self._lap, max(self._lap, _SELDOM))
-            self._hot_change = self._first(self._hot)
+            self._hot_change = self._first(self._hot) or self._full()
         self._change = self._hot_change or self._heard_change
         return self._change
 
@@ -111,13 +113,21 @@ class Grounds(Entries):
             pass
         return None
 
+    def _full(self) -> str | None:
+        """What the calls filled until before the last look, and do no more: a queue, a table of what was met."""
+        before, self._growing = self._growing, [(holder, _values_in(holder)) for holder, _ in self._growing]
+        return next((h.path for (h, was), (_, now) in zip(before, self._growing, strict=True) if was == now), None)
+
     def _other_tensor(self) -> str | None:
         there = ((name, t, kind) for name, ref, kind in self._tensors if (t := ref()) is not None)
         return next((name for name, t, kind in there if _kind_of(t) != kind), None)
 
     def settle(self) -> None:
         """After the call was run live: what it changes itself, it does not rely on."""
-        self._held = [entry for entry in self._held if self.unchanged(entry) or _without_changes(entry)]
+        others = [entry for entry in self._held if not self.unchanged(entry)]
+        self._growing += [(holder, -1) for holder, _, saved in others if _values_in(holder) > len(saved)]
+        gone = {identity(entry) for entry in others if not _without_changes(entry)}
+        self._held = [entry for entry in self._held if identity(entry) not in gone]
         self._tensors = [(n, ref, kind) for n, ref, kind in self._tensors if (t := ref()) is None or _kind_of(t) == kind]
         self._sort()
 
@@ -132,6 +142,11 @@ def grounds_of(refusal: Refusal) -> Grounds | None:
 def _kind_of(t: torch.Tensor) -> Reading:
     """What a tensor is, but for where its memory is."""
     return state_of(t)[1:]
+
+
+def _values_in(holder: Holder) -> int:
+    """How many values a container has; -1 of what is none."""
+    return -1 if holder.contents is None else len(holder.contents.now())
 
 
 def _entry(holder: Holder) -> list[object]:

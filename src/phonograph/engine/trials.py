@@ -35,6 +35,8 @@ class Trials:
         self._by_key = backoff.on_trial
         self.timeline = Timeline(self, counters)
         self.timing = watched()
+        self.under_way: Took | None = None
+        """The call that is being timed."""
 
     def __iter__(self) -> Iterator[Trial]:
         return iter(list(self._by_key.values()))
@@ -77,7 +79,7 @@ class Trials:
         try:
             trials, counters = list(self), self._counters
             before, calls, recorded = [*map(self._ways, trials)], counters.calls, counters.recorded
-            took = Took.here(trials[0].device) if trials else None
+            self.under_way = took = Took.here(trials[0].device) if trials else None
             if took is not None:
                 for trial in trials:
                     trial.next(took)
@@ -92,6 +94,7 @@ class Trials:
                         lock.release()
             return result
         finally:
+            self.under_way = None
             self.timeline.end(begun)
             self.look_on()
 

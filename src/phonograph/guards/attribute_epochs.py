@@ -240,10 +240,14 @@ def _found(kind: type, name: str) -> object:
 
 def nobody_has(found: Sequence[torch.Tensor]) -> bool:
     """Whether nobody has one of these gradients, just read, but for the parameter and this sequence: neither the tensor nor
-    another on its memory, nor that memory, nor a way to get it again. (Of one that consists of parts it is not known.)"""
+    another on its memory (but that of which it is a view, which nobody has, either), nor that memory, nor a way to get it
+    again. (Of one that consists of parts it is not known.)"""
     if not all(map(is_ordinary, found)):
         return False
-    return all(map(_no_more, _references(found), _unheld())) and not any(map(weakref.getweakrefcount, found))
+    bases = [t._base for t in found if t._base is not None]
+    unheld, unheld_base = _unheld()
+    free = all(map(_no_more, _references(found), unheld)) and all(map(_no_more, _objects(bases), unheld_base))
+    return free and not any(map(weakref.getweakrefcount, [*found, *bases]))
 
 
 def _no_more(counts: list[int], of_one: list[int]) -> bool:
@@ -251,19 +255,25 @@ def _no_more(counts: list[int], of_one: list[int]) -> bool:
 
 
 def _references(found: Sequence[torch.Tensor]) -> list[list[int]]:
-    """To tensors, Python's and others; to their memory, by tensors, and by Python."""
-    on_memory = [use_count(t.untyped_storage()._cdata) for t in found]
+    """To tensors, Python's and others; to their memory, by tensors (but for bases), and by Python."""
+    on_memory = [use_count(t.untyped_storage()._cdata) - (t._base is not None) for t in found]
     memory = [sys.getrefcount(t.untyped_storage()) for t in found]
-    return [[*map(sys.getrefcount, found)], [*map(owners, found)], on_memory, memory]
+    return [*_objects(found), on_memory, memory]
+
+
+def _objects(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """References to these, Python's and others."""
+    return [[*map(sys.getrefcount, tensors)], [*map(owners, tensors)]]
 
 
 @functools.cache
-def _unheld() -> list[list[int]]:
-    """The same of a gradient that nobody else has."""
+def _unheld() -> tuple[list[list[int]], list[list[int]]]:
+    """The same of a gradient that nobody else has, and of what is the base of one only."""
     with torch.inference_mode(False), torch.no_grad():
-        leaf = torch.nn.Parameter(torch.zeros(1))
-        leaf.grad = torch.zeros(1)
-    return _references([*map(gradient, [leaf])])
+        leaf, view = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+        leaf.grad, view.grad = torch.zeros(1), torch.zeros(1).view(1)
+    bases = [t._base for t in map(gradient, [view]) if t._base is not None]
+    return _references([*map(gradient, [leaf])]), _objects(bases)
 
 
 class Room:

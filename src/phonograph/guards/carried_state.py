@@ -140,10 +140,12 @@ class Carried:
             return value if _has_its_own(value) else _look(value)
         if value is MISSING or not is_state(value):
             return sys.intern("nothing" if value is MISSING else f"a {type(value).__name__}")
-        if value is None or known.read or any(map(_has_its_own, tensors_in(value))):
+        if value is None or known.read:
             return value
         leaves: Leaves = []
         shape = flatten(value, leaves, Flattener())
+        if any(_has_its_own(x) for x in leaves if isinstance(x, torch.Tensor)):
+            return value
         what = (shape, *[_look(x) if isinstance(x, torch.Tensor) else f"{type(x)} {x!r}" for x in leaves])
         if len(self._trees) >= _LOOKS:
             self._trees.clear()
@@ -196,6 +198,7 @@ def _always(of: object) -> Callable[[], object]:
 
 _LEARNS = 8  # times that something new may be learned of one object, or dictionary
 _MANY = 256  # tensors that one place may hold
+_ROWS = (list, tuple)
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
@@ -204,7 +207,12 @@ def is_state(value: object) -> bool:
     may be beside tensors."""
     if issubclass(type(value), torch.Tensor):  # `isinstance` asks the object
         return _is_plain(value)
-    return value is None or value is MISSING or _holds_state(value)
+    return value is None or value is MISSING or _is_row(value) or _holds_state(value)
+
+
+def _is_row(value: Thing) -> bool:
+    """Whether this is a list or a tuple of plain tensors, as most are that are carried: that is asked in each call."""
+    return type(value) in _ROWS and 0 < len(value) <= _MANY and all(map(_is_plain, value))
 
 
 def _is_plain(value: object) -> bool:

@@ -87,6 +87,12 @@ def _lies_elsewhere(kept: Thing) -> bool:
     return g is not None and has_memory(g) and kept.storages.isdisjoint(storages(g))
 
 
+def _with_bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """These, and those of which they are views, each once."""
+    bases = [t._base for t in tensors if t._base is not None]
+    return [*{identity(t): t for t in (*tensors, *bases)}.values()]
+
+
 _NOTHING = {None}
 _LOOKS, _PAUSE = 4, 2e-4  # at whether somebody holds a gradient; seconds between them
 
@@ -130,7 +136,7 @@ class _Some:
         self.created = [g for _, g in self.left if g is not None]
         self._plain = all(map(is_ordinary, self.involved))
         self._parts = parts_of_all(self.created)
-        self._objects = [*{identity(t): t for t in (*self.created, *self._parts)}.values()]
+        self._objects = _with_bases([*self.created, *self._parts])
         self.storages = [t.untyped_storage()._cdata for t in self._parts]
         self._pythons = [weakref.ref(t.untyped_storage()) for t in self._parts]
         self._lying = list(map(address, self._parts))
@@ -149,8 +155,8 @@ class _Some:
         self.behind, self._fitted, self._unheld, self._stood = False, None, None, None
 
     def _count(self) -> list[list[int]]:
-        """References to the created gradients: Python's and others to the objects, and to those of which they are made; tensors
-        on their memory; Python's to the storages."""
+        """References to the created gradients: Python's and others to the objects, to those of which they are made, and to what
+        they are views of; tensors on their memory; Python's to the storages."""
         pythons = [sys.getrefcount(python()) for python in self._pythons]
         objects = [*map(sys.getrefcount, self._objects)], [*map(owners, self._objects)]
         return [*objects, [*map(use_count, self.storages)], pythons]
@@ -171,10 +177,10 @@ class _Some:
         now = self._count()
         if now == self._alone or (now == self._standing and all(map(is_, map(gradient, self.owners), self.created))):
             return False
-        stand = [gradient(p) is g for p, g in zip(self.owners, self.created, strict=True)]
-        of_parts = [(g is part, there) for g, there in zip(self.created, stand, strict=True) for part in parts(g)]
-        objects = [*stand, *(there for itself, there in of_parts if not itself)]
-        stands = [objects, objects, *[[there for _, there in of_parts]] * 2]
+        missing = [g for p, g in zip(self.owners, self.created, strict=True) if gradient(p) is not g]
+        gone = {identity(t) for g in missing for t in (g, *parts(g))}
+        objects, memory = ([identity(t) not in gone for t in of] for of in (self._objects, self._parts))
+        stands = [objects, objects, memory, memory]
         return any(
             count > (standing if there else alone)
             for counts, standings, alones, of in zip(now, self._standing, self._alone, stands, strict=True)

@@ -452,6 +452,14 @@ class Dials:
         names = [str(key) for i in self._others if type(key := self.spots[i].at[1]) is str]
         return f"{' or '.join(names[:3]) or 'a number'} (by which it goes on)"
 
+    def other_decision(self) -> object | None:
+        """The first decision that comes out otherwise by now, by name; None if none does, or it cannot be taken."""
+        try:
+            found = (key for key, (formula, was) in self._conditions.items() if bool(formula(self.values)) is not was)
+            return next(found, None) if len(self.values) == self._length else None
+        except _NO_NUMBER:
+            return None
+
     @property
     def advanced(self) -> list[Spot]:
         """Where replays leave other numbers."""

@@ -539,3 +539,45 @@ def test_c15_who_has_made_the_gradients_is_asked_once_a_replay(device, monkeypat
         step(ramp(device, 3, start=n).view(1, 3))
     assert pg.stats(step).replayed == replayed + 6
     assert 6 <= len(asked) <= 12
+
+
+def puts_a_view_of_a_new_one(device, between, record, zeroes=True):
+    """As optimizers of private training do: what the step found was zeroed and added to, and gives way to a view."""
+    torch.manual_seed(6)
+    net, found, kept = nn.Linear(4, 3).to(device), [], []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @record
+    def step(x):
+        optimizer.zero_grad(set_to_none=not zeroes)
+        loss = net(x).square().mean()
+        loss.backward()
+        for p in net.parameters():
+            p.grad = (p.grad * 0.5 + 1).view_as(p)
+        optimizer.step()
+        return loss.detach()
+
+    for n in range(30):
+        found.append(step(ramp(device, 8, start=n).view(2, 4) / 8))
+        kept += between(n, net)
+    return [*copies(found), *copies(kept), *copies(net.parameters()), *copies(p.grad for p in net.parameters())], step
+
+
+def test_c06_c15_a_gradient_that_is_a_view_of_a_new_tensor_settles(device):
+    (step,) = both_ways(partial(puts_a_view_of_a_new_one, device, lambda n, net: []))
+    assert pg.stats(step).recorded <= 5, pg.explain(step)
+    assert pg.stats(step).replayed >= 24, pg.explain(step)
+
+
+@pytest.mark.parametrize("of", ["the view", "what it is a view of"])
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_c05_who_has_a_view_among_gradients_keeps_its_value(device, of, zeroes):
+    def keeps(n, net):
+        if n % 7 != 6:
+            return []
+        grads = [p.grad for p in net.parameters()]
+        return [g if of == "the view" else g._base for g in grads]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pg.RunsLive)
+        both_ways(partial(puts_a_view_of_a_new_one, device, keeps, zeroes=zeroes))

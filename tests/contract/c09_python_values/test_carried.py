@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import phonograph as pg
+from phonograph.engine.describer import Describer
 from phonograph.testing import assert_same
-from tests.helpers import may_run_live
+from tests.helpers import may_run_live, ramp, reasons
 
 
 class Spiking(nn.Module):
@@ -548,3 +549,57 @@ def test_c09_a_tensor_that_is_carried_in_a_parameter_group(device, both):
     assert_same(ours[1], theirs[1])
     assert pg.stats(step).recorded <= 3, pg.explain(step)
     assert pg.stats(step).replayed >= 16, pg.explain(step)
+
+
+class Rows:
+    """Carries what it has looked up: one look may raise before anything has changed, the other after."""
+
+    def __init__(self, device):
+        self.table = ramp(device, 12).view(4, 3)
+        self.v, self.seen, self.pair = torch.zeros(1, 3, device=device), 0, [torch.zeros(3, device=device)] * 2
+
+    def __call__(self, first, second=None):
+        row = self.table.index_select(0, first)
+        self.v = self.v * 0.5 + row
+        self.pair = [row[0] * 2, self.pair[0] + 1]
+        self.seen += 1
+        return row if second is None else row + self.table.index_select(0, second) * 3
+
+
+def both_raise(*steps):
+    for step in steps:
+        with pytest.raises(IndexError):
+            step()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before anything has changed", "when something has"])
+def test_c09_c13_a_look_that_raises_where_state_is_carried(device, after):
+    torch.manual_seed(0)
+    ours, live = Rows(device), Rows(device)
+    step = pg.record(ours.__call__, keep="always")
+    bad = torch.tensor([9], device=device)
+    for n in range(14):
+        at = torch.tensor([n % 4], device=device)
+        if device.type == "cpu" and n in (8, 11):
+            given = (at, bad) if after else (bad, at) if n == 11 else (bad, bad)
+            both_raise(lambda given=given: step(*given), lambda given=given: live(*given))
+        else:
+            assert_same(step(at, at), live(at, at), f"call {n}")
+        assert_same([ours.v, ours.pair, ours.seen], [live.v, live.pair, live.seen], f"after call {n}")
+    assert pg.stats(step).replayed >= 9, reasons(step)
+
+
+def test_c15_a_call_that_carries_state_is_known_at_a_glance(device, monkeypatch):
+    """Also where an operator in it may raise, as a look at a table may."""
+    ours, described = Rows(device), []
+    step = pg.record(ours.__call__, keep="always")
+    at = torch.tensor([1], device=device)
+    for _ in range(12):  # audits come first
+        step(at)
+    describe = Describer.describe
+    monkeypatch.setattr(Describer, "describe", lambda *args: (described.append(1), describe(*args))[1])
+    replayed = pg.stats(step).replayed
+    for _ in range(6):
+        step(at)
+    assert pg.stats(step).replayed == replayed + 6, reasons(step)
+    assert not described

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
+from phonograph.engine import budget, making
+from phonograph.testing import assert_same
+from tests.helpers import may_run_live, ramp, reasons
 
 CALLS = 8
 
@@ -240,3 +243,37 @@ def test_c11_a_list_that_grows_by_several_values_in_each_call_runs_live(device):
     assert all(map(torch.equal, kept, plain))
     assert len(kept) == len(plain)
     assert pg.stats(step).recorded == 0, pg.explain(step)
+
+
+def bounded():
+    kept = deque(maxlen=7)
+    return lambda x: (kept.append(x * 2), x + kept[0])[1]
+
+
+def cut_off():
+    kept = []
+    return lambda x: (kept.append(x * 2), x + kept[0], kept.pop(0) if len(kept) == 7 else None)[1]
+
+
+def endless():
+    kept = []
+    return lambda x: (kept.append(x * 2), x + kept[0])[1]
+
+
+@may_run_live
+@pytest.mark.parametrize("made", [bounded, cut_off, endless])
+def test_c09_c15_what_grows_until_it_is_full_is_recorded_then(device, monkeypatch, made):
+    """Queues of gradients, of losses, of frames. What grows for ever is not tried again and again."""
+    attempts, record = [], making.Maker.record
+    monkeypatch.setattr(making.Maker, "record", lambda *args: (attempts.append(1), record(*args))[1])
+    monkeypatch.setattr(budget, "_START", 100.0)  # no clock decides here
+    live, ours = made(), made()
+    recorded = pg.record(ours, keep="always")
+    for n in range(80):
+        x = ramp(device, 3, start=n)
+        assert_same(recorded(x), live(x), f"call {n}")
+    if made is endless:
+        assert pg.stats(recorded).replayed == 0
+        assert len(attempts) <= 3
+    else:
+        assert pg.stats(recorded).replayed >= 50, reasons(recorded)

@@ -629,3 +629,62 @@ class Leaving(Summed):
 @pytest.mark.parametrize("other", [3.0, True, 2.5])
 def test_c09_a_counter_that_is_set_to_a_number_of_another_kind(device, other):
     alongside(device, Leaving, 16, lambda thing, n: setattr(thing, "n", other if n in (7, 12) else thing.n))
+
+
+class Now:
+    """State that gives way to new tensors in each `every`-th call only, as preconditioners do."""
+
+    def __init__(self, device, every, keeps):
+        self.net, self.n, self.every = nn.Linear(3, 2).to(device), 0, every
+        self.scale = torch.ones(2, 3, device=device)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.state = self.optimizer.state if keeps == "optimizer" else {}
+        self.state[self.net.weight] = {"scale": self.scale}
+
+    def update(self, x):
+        self.n += 1
+        state = self.state[self.net.weight]
+        loss = (x @ (self.net.weight * state["scale"]).mT).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if self.n % self.every == 0:
+            state["scale"] = state["scale"] * 0.9 + self.net.weight.detach() * 0.1
+        return loss.detach()
+
+
+@pytest.mark.parametrize("keeps", ["optimizer", "dictionary"])
+@pytest.mark.parametrize("every", [2, 3, 10])
+def test_c09_c15_state_that_is_replaced_every_so_many_calls_settles(device, every, keeps):
+    recorded = alongside(device, lambda device: Now(device, every, keeps), 4 * every + 4, keep="always")
+    stats = pg.stats(recorded)
+    assert (stats.recorded, stats.live) <= (5, 4), reasons(recorded)
+
+
+def test_c09_each_way_of_a_decision_runs_live_before_it_is_captured(device):
+    """Also where others have run so before: its code may begin something that no capture may."""
+    ran = []
+
+    class Seldom:
+        def __init__(self):
+            self.n, self.weight = 0, torch.ones(3, device=device)
+
+        def update(self, x):
+            self.n += 1
+            if self.n % 3 == 0:
+                x = x * 2
+                if self.n % 9 == 0:
+                    x = x * 3
+            return x * self.weight
+
+    thing = Seldom()
+    recorded = pg.record(thing.update, keep="always")
+    for n in range(1, 40):
+        x, live = ramp(device, 3, start=n), pg.stats(recorded).live
+        expected = x * (6 if n % 9 == 0 else 2 if n % 3 == 0 else 1)
+        assert torch.equal(recorded(x), expected)
+        ran += [n] if pg.stats(recorded).live > live else []
+        if n % 5 == 0:
+            thing.weight = torch.ones(3, device=device)
+    assert {3, 9} <= {*ran}, reasons(recorded)
+    assert not {18, 27, 36} & {*ran}, reasons(recorded)

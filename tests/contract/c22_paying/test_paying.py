@@ -17,6 +17,7 @@ from phonograph.compile import graphs
 from phonograph.devices import device_for
 from phonograph.engine import budget, making
 from phonograph.engine import profitability as paying
+from phonograph.engine.known_calls import KnownCalls
 from phonograph.testing import SideBySide, assert_same
 from tests.helpers import counts, may_run_live, ramp
 
@@ -515,3 +516,40 @@ def test_c17_recordings_go_with_their_function_and_wait_for_no_garbage_collector
         assert player() is None
     finally:
         gc.enable()
+
+
+class Stands(paying.Clock):
+    """Stands still, but for what a test says."""
+
+    def __init__(self):
+        self.at = 0
+
+    def now(self):
+        return self.at
+
+    def mark(self, device):
+        return None
+
+
+@pytest.mark.parametrize(("outside", "replay"), [(False, 34), (True, 44)])
+def test_c22_that_a_live_call_is_looked_at_during_a_trial_is_not_counted(device, monkeypatch, outside, replay):
+    """Later, most are let pass. (A replay takes what the function has added to the clock, and to be recognised.)"""
+    clock, find = Stands(), KnownCalls.find
+    monkeypatch.setattr(paying, "clock", clock)
+
+    def function(x):
+        clock.at += 24_000
+        return (x * weight).tanh()
+
+    def found(*args):
+        clock.at += 10_000
+        return find(*args)
+
+    monkeypatch.setattr(KnownCalls, "find", found)
+    weight = torch.ones(3, device=device, requires_grad=outside)
+    f, x = pg.record(function), ramp(device, 3)
+    for _ in range(ENOUGH):
+        result = f(x)
+        if outside:
+            result.sum().backward()
+    assert f"a replay takes {replay} us and the function itself 24 us" in pg.explain(f)

@@ -89,9 +89,13 @@ class Tape(OperatorWatch):
         self._same = 0  # those up to which Python's places outside were as before
         self.drew = False
         self._bystanders = Bystanders((n, t) for n, t in reach.tensors.values() if storage_id(t) not in self.gathered)
-        self._before = [(h, h.read()) for h in reach.holders if h.dial is None]
+        self._before = self._to_begin_with = [(h, h.read()) for h in reach.holders if h.dial is None]
         self._generator_states = [(g, g.get_state()) for g in (torch.default_generator, *self.generators)
                                   if g.device.type == "cpu"]  # fmt: skip
+
+    def stood_in(self) -> None:
+        # In a replay the caller's own tensors stand there until the call changes that.
+        self._to_begin_with = [(holder, holder.read()) for holder, _ in self._before]
 
     def frames(self) -> Starts:
         return {**super().frames(), **COMPILED}
@@ -339,7 +343,7 @@ class Tape(OperatorWatch):
     def _may_raise(self, said: str, written: Sequence[torch.Tensor] = ()) -> None:
         """This may raise in a replay, which knows of no Python code that would run after it, and of no value that the call has
         changed by then: the call has to begin again there, and what it has `written` outside is put back."""
-        place = next(iter(changed(self._before)), None)
+        place = next(iter(changed(self._to_begin_with)), None)
         if place is None:
             self._same = self.position() + 1
             if not self.caught(any_kind=False):
