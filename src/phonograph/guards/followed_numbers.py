@@ -21,6 +21,7 @@ from __future__ import annotations
 import dis
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
