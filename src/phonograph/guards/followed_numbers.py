@@ -40,6 +40,8 @@ from ..python.origin import is_ours, is_torchs, is_users
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
 from ..values.pytree_nodes import Node
+from ..values.pytree_paths import path_to
+from ..values.wording import Naming
 from .composite_functions import WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals
 from .reachable import Reach
@@ -184,14 +186,17 @@ class Unfollowed(Exception):
         self.spots = spots
 
 
-def of_arguments(call: Call) -> tuple[list[Spot], list[object]]:
+def of_arguments(call: Call, function: Callable[..., object]) -> tuple[list[Spot], list[object]]:
     """Where the numbers lie that are followed among the arguments of a call: in a list, of the values in the call that is made
-    or played."""
+    or played. Named as the function names its parameters."""
     found = [call.leaves[at] for at in call.numbers]
     values = [value * 1.0 if type(value) is float else value for value in found]  # objects of their own, as in `marked`
 
+    naming = Naming(function) if values else None
+
     def spot(i: int) -> Spot:
-        return Spot((-1, i), lambda: values[i], lambda value: values.__setitem__(i, value))
+        name = naming(path_to(call.shape, call.numbers[i])) if naming is not None else ""
+        return Spot((-1, i), lambda: values[i], lambda value: values.__setitem__(i, value), name)
 
     return [spot(i) for i in range(len(values))], values
 
@@ -208,7 +213,7 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
         values = holder.read()
         for i, value in enumerate(values):
             if type(value) in (int, float) and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
-                found.setdefault(spot.at, spot)
+                found.setdefault(spot.at, spot._replace(name=holder.label(i, values)))
     for spot in found.values():
         spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
     return [*found.values()]

@@ -13,11 +13,13 @@ __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 
 
 class Spot(NamedTuple):
-    """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it."""
+    """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it, and how
+    it is called."""
 
     at: tuple[int, object]
     get: Callable[[], Any]
     put: Callable[[Any], None]
+    name: str = ""
 
 
 Find = Callable[[int, Reading], Spot]
