@@ -201,7 +201,8 @@ def _past_decorators(frame: FrameType) -> FrameType | None:
     """Who has called the function that runs there. A decorator of a library's (`torch.no_grad()`) has it in a closure."""
     caller, code = frame.f_back, frame.f_code
     while caller is not None and not is_users(caller.f_code.co_filename) and _holds(caller, code):
-        caller, code = caller.f_back, caller.f_code
+        code = caller.f_code
+        caller = caller.f_back
     return caller
 
 
