@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .python.whole_imports import whole
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'phonograph' has no attribute {name!r}")
-    from . import public
+    with whole():
+        from . import public
 
     globals().update({each: getattr(public, each) for each in public.__all__})
     return globals()[name]

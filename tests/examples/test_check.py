@@ -141,6 +141,16 @@ def test_functions_wherever_they_are(capsys: pytest.CaptureFixture[str], script:
     assert found["patch"].startswith("@pg.record    # above")
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_function_in_decorators_of_a_library(capsys: pytest.CaptureFixture[str], script: Any, named: bool) -> None:
+    step = "@torch.inference_mode()\n@torch.autocast('cpu')\ndef predict(x):\n    return net(x).sum().item()\n"
+    status, report = check(capsys, script(loop(step, "predict(x)")), *(["--fn", "predict"] if named else []))
+    (found,) = report["found"]
+    assert status == 1
+    assert [obstacle["code"] for obstacle in found["obstacles"]] == ["PG101"]
+    assert found["patch"].startswith("predict = pg.record(predict)")
+
+
 def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str], script: Any) -> None:
     """Exit status 2: no script, nothing found, a script that fails."""
     assert main(["check", "nowhere.py"]) == 2

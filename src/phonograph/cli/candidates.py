@@ -143,6 +143,7 @@ class Search:
                 return None  # a part of another
             name = _name_of(module, caller)
             return id(module), name, lambda: _of_module(module, name)
+        caller = _past_decorators(frame)
         if caller is None or not is_users(caller.f_code.co_filename):
             return None  # called by a library: a hook, an item of a data set, the forward of a module
         if code.co_filename.startswith(self._folder):
@@ -194,6 +195,19 @@ class Search:
         """A checked call has returned."""
         if all(one.checking.done for one in self._chosen):
             raise Enough
+
+
+def _past_decorators(frame: FrameType) -> FrameType | None:
+    """Who has called the function that runs there. A decorator of a library's (`torch.no_grad()`) has it in a closure."""
+    caller, code = frame.f_back, frame.f_code
+    while caller is not None and not is_users(caller.f_code.co_filename) and _holds(caller, code):
+        code = caller.f_code
+        caller = caller.f_back
+    return caller
+
+
+def _holds(frame: FrameType, code: CodeType) -> bool:
+    return any(getattr(frame.f_locals.get(name), "__code__", None) is code for name in frame.f_code.co_freevars)
 
 
 # -- candidates

@@ -23,6 +23,7 @@ from ..call.signature import Call, describe
 from ..errors import Overlooked, Refusal
 from ..guards.carried_state import Carried, Carries
 from ..guards.followed_numbers import Following
+from ..guards.hyperparameters import GOES_ON
 from ..guards.packages import Packages
 from ..guards.reachable import Reach
 from ..python.gc_control import uncollected
@@ -133,6 +134,7 @@ class Describer:
 
     def read_at(self, name: str, call: Call) -> str:
         """The line that reads a variable, attribute or item of this name (``file:line``); "" for anything else."""
+        name = name.removesuffix(GOES_ON)
         if " " in name and "'s " not in name:
             return ""
         last = re.split(r"\W+", name.rstrip("'\"])"))[-1]

@@ -32,7 +32,7 @@ def spots_of(request: Request) -> tuple[list[Spot], list[object]]:
     # A backward that is recorded by itself, or runs, goes by numbers that its forward has noted.
     if terms.following is not None and request.whole:
         spots = marked(reach, terms.following.wanted() - terms.concessions.baked)
-    in_arguments, values = of_arguments(request.call)
+    in_arguments, values = of_arguments(request.call, request.function)
     if in_arguments and (terms.following is None or not request.whole or any(map(is_compiled, reach.met))):
         raise Fixed(range(len(in_arguments)))
     return [*in_arguments, *spots], values

@@ -62,7 +62,7 @@ class Unrewarding(Refusal):
 
 
 class Beside(Unrewarding):
-    """A call runs live to find out whether its recording pays."""
+    """A call runs live to find out whether its recording pays: it is counted (`Stats.timed`), and no words are said of it."""
 
     measures = True
 
@@ -224,7 +224,7 @@ class Trial:
         self.noted = False
         self.grounds: Grounds | None = None  # on which such a call relies, once that was noted
         self._over: Callable[[], None] = _none
-        self.refusal = Beside("is measured beside its recording", history=history)
+        self.refusal = Beside("", history=history)
         self._operators = recording.program.operators
         self._copies = player.copies * _COPY
         self._may_run_live = may_run_live

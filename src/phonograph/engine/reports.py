@@ -54,10 +54,7 @@ class Report:
         """Count a reason, and tell it the first time."""
         if self._counters.ran_live(refusal.reason, measures=refusal.measures):
             told = self.reasons[refusal.reason] = self._undone(refusal.at(users_line()))
-            warns = not self._error and not isinstance(told, Unrewarding)
-            logger.log(logging.DEBUG if warns else logging.INFO, "%s runs live: %s", self._name, told)
-            if warns:  # nobody is told twice
-                self._warn(told)
+            self._tell("runs live", told, warns=not self._error and not isinstance(told, Unrewarding))
 
     def _undone(self, refusal: Refusal) -> Refusal:
         """The same without advice that was followed."""
@@ -69,18 +66,18 @@ class Report:
             refusal.drop_references()
         return refusal
 
-    def _warn(self, refusal: Refusal) -> None:
-        warnings.warn(f"{self._name} runs live: {refusal}", RunsLive, stacklevel=users_level())
+    def _tell(self, what: str, refusal: Refusal, *, warns: bool = True) -> None:
+        """One message. Who is warned finds it in the log only where that says all."""
+        logger.log(logging.DEBUG if warns else logging.INFO, "%s %s: %s", self._name, what, refusal)
+        if warns:
+            warnings.warn(f"{self._name} {what}: {refusal}", RunsLive, stacklevel=users_level())
 
     def not_padded(self, refusal: Unpadded) -> None:
         """Tell a reason not to pad, once."""
-        if refusal.reason in self.reasons:
-            return
-        self.reasons[refusal.reason] = refusal
-        logger.info("%s is not padded: %s", self._name, refusal)
-        if self._counters.ran_live(refusal.reason):
-            said = f"{self._name} is not padded, but recorded with its own sizes: {refusal}"
-            warnings.warn(said, RunsLive, stacklevel=users_level())
+        if refusal.reason not in self.reasons:
+            self.reasons[refusal.reason] = refusal
+            self._counters.ran_live(refusal.reason)
+            self._tell("is not padded, but recorded with its own sizes", refusal)
 
     @run_where_traced
     def compiled(self) -> None:
@@ -95,8 +92,7 @@ class Report:
                 return
             traced = [place(file, line) for file, line in torch_dynamo.traced_stack() if is_users(file)]
             refusal = self.reasons[_COMPILED] = Refusal(_COMPILED, _COMPILE_FIRST, (traced or [users_line()])[-1])
-            logger.info("%s runs live: %s", self._name, refusal)
-            self._warn(refusal)
+            self._tell("runs live", refusal)
         self._counters.ran_live(refusal.reason)
 
     def remark(self, remark: str) -> None:

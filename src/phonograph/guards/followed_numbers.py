@@ -45,6 +45,8 @@ from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
 from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
+from ..values.pytree_paths import path_to
+from ..values.wording import Naming
 from .composite_functions import CONSTANTS, WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals
 from .reachable import Reach
@@ -185,14 +187,17 @@ class Unfollowed(Exception):
         self.spots = spots
 
 
-def of_arguments(call: Call) -> tuple[list[Spot], list[object]]:
+def of_arguments(call: Call, function: Callable[..., object]) -> tuple[list[Spot], list[object]]:
     """Where the numbers lie that are followed among the arguments of a call: in a list, of the values in the call that is made
-    or played."""
+    or played. Named as the function names its parameters."""
     found = [call.leaves[at] for at in call.numbers]
     values = [value * 1.0 if type(value) is float else value for value in found]  # objects of their own, as in `marked`
 
+    naming = Naming(function) if values else None
+
     def spot(i: int) -> Spot:
-        return Spot((-1, i), lambda: values[i], lambda value: values.__setitem__(i, value))
+        name = naming(path_to(call.shape, call.numbers[i])) if naming is not None else ""
+        return Spot((-1, i), lambda: values[i], lambda value: values.__setitem__(i, value), name=name)
 
     return [spot(i) for i in range(len(values))], values
 
@@ -209,7 +214,7 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
         values = holder.read()
         for i, value in enumerate(values):
             if base_of(type(value)) is not None and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
-                found.setdefault(spot.at, spot)
+                found.setdefault(spot.at, spot._replace(name=holder.label(i, values)))
     for spot in found.values():
         spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
     return [*found.values()]

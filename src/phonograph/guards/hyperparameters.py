@@ -60,10 +60,11 @@ from ..values.numbers import base_of, is_truth
 from ..values.step_counts import StepCounts, begins, single
 from .reachable import Reach
 
-__all__ = ["DECIDES", "Decided", "Dial", "Dials", "Values", "probing", "reals"]
+__all__ = ["DECIDES", "GOES_ON", "Decided", "Dial", "Dials", "Values", "probing", "reals"]
 
 _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
                 "NAdam", "RAdam", "ASGD", "Muon", "Rprop") if hasattr(torch.optim, name)])  # fmt: skip
+GOES_ON = " (by which it goes on)"
 DECIDES = "a number by which it goes on"
 _FLOATS = {float}
 _NO_NUMBER = (ArithmeticError, TypeError, ValueError, RuntimeWarning)  # what formulas raise, where eager may not come to them
@@ -449,8 +450,8 @@ class Dials:
         """What it is that decides otherwise, where it does not fit."""
         if not self.spots:
             return "a hyper-parameter that decides what the optimizer does"
-        names = [str(key) for i in self._others if type(key := self.spots[i].at[1]) is str]
-        return f"{' or '.join(names[:3]) or 'a number'} (by which it goes on)"
+        names = [name for i in self._others if (name := self.spots[i].name)]
+        return f"{' or '.join(names[:3]) or 'a number'}{GOES_ON}"
 
     def other_decision(self) -> object | None:
         """The first decision that comes out otherwise by now, by name; None if none does, or it cannot be taken."""

@@ -13,13 +13,14 @@ __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 
 
 class Spot(NamedTuple):
-    """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it. Of an
-    attribute, to which only its name leads: the class of the object."""
+    """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it, and how
+    it is called. Of an attribute, to which only its name leads: the class of the object."""
 
     at: tuple[int, object]
     get: Callable[[], Any]
     put: Callable[[Any], None]
     kind: type | None = None
+    name: str = ""
 
 
 Find = Callable[[int, Reading], Spot]

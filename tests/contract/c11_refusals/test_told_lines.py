@@ -204,7 +204,26 @@ def test_c11_a_number_by_which_it_goes_on_is_named(device):
     f = pg.record(step)
     for n in range(80):
         f(ramp(device, 3, start=n))
-    assert "turn (by which it goes on)" in reasons(f)
+    assert "state.turn (by which it goes on)" in reasons(f)
+    assert f"(read at {__file__}:{step.__code__.co_firstlineno + 1})" in reasons(f)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["live", "not padded"])
+def test_c11_a_reason_is_one_message(device, caplog, padded):
+    """Who listens to the log as most programs do, and to warnings, reads of it once."""
+    caplog.set_level("INFO", logger="phonograph")
+    f = pg.record(lambda x: x - x.mean() if padded else x * x.sum().item(), shapes={"x": {0: [4, 8]}} if padded else {})
+    with pytest.warns(pg.RunsLive) as said:
+        assert [f(ramp(device, n)).numel() for n in (3, 3, 5, 5)] == [3, 3, 5, 5]
+    assert len(said) == 1
+    assert not [line for line in caplog.messages if "live" in line or "padded" in line]
+
+
+def test_c11_a_number_among_the_arguments_by_which_it_goes_on_is_named(device):
+    f = pg.record(lambda x, turn: x * turn if turn * 7 % 11 > 5 else x - 1, keep="always")
+    for n in range(80):
+        f(ramp(device, 3), 3 * n)
+    assert "changed 1x: turn (by which it goes on) (read at " in pg.explain(f)
 
 
 class Normalised(torch.nn.Module):

@@ -23,6 +23,7 @@ from phonograph.engine.policy import Policy
 from phonograph.engine.shelf import Shelf
 from phonograph.testing import assert_same
 from tests.contract.shared.corners import globals_as_before  # noqa: F401
+from tests.forked import run
 from tests.helpers import may_run_live, ramp, reasons
 
 
@@ -210,6 +211,38 @@ def test_c14_a_fork_while_another_thread_is_busy(device):
     done.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+FORKED = """
+import os, signal, sys, threading, torch
+import phonograph as pg
+
+begun = threading.Event()
+
+class Told:
+    def find_spec(self, name, path, target=None):
+        if name == "phonograph.engine":
+            begun.set()
+
+sys.meta_path.insert(0, Told())
+thread = threading.Thread(target=lambda: pg.record)
+thread.start()
+begun.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    f = pg.record(lambda x: x * 2, keep="always")
+    os._exit(any(f(torch.ones(3)).tolist() != [2.0] * 3 for _ in range(4)) or pg.stats(f).replayed != 3)
+thread.join()
+print(os.waitpid(child, 0)[1], pg.record(lambda x: x + 1)(torch.ones(2)).tolist())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_c14_a_fork_while_another_thread_looks_at_the_first_name():
+    """That imports most of the package: the child has it, too."""
+    found = run(FORKED, timeout=60)
+    assert found.stdout == "0 [2.0, 2.0]\n", found.stderr
 
 
 @pg.record

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import pickle
 import sys
 import threading
@@ -18,6 +19,7 @@ from phonograph.devices import device_for
 from phonograph.engine import budget, making
 from phonograph.engine import profitability as paying
 from phonograph.engine.known_calls import KnownCalls
+from phonograph.reasons import reasons as all_reasons
 from phonograph.testing import SideBySide, assert_same
 from tests.helpers import counts, may_run_live, ramp
 
@@ -89,6 +91,19 @@ def test_c22_a_recording_that_does_not_pay_is_dropped_and_explain_says_so_with_b
     live, made, played = counts(f)
     called(f, x, 200)
     assert counts(f) == (live + 200, made, played)
+
+
+def test_c22_a_call_that_is_measured_is_counted_and_no_reason_is_told_of_it(device, takes, caplog, tmp_path):
+    takes(played=24, live=31)
+    caplog.set_level(logging.DEBUG, logger="phonograph")
+    f = called(pg.record(tanh), ramp(device, 3))
+    pg.report(tmp_path / "page.html")
+    assert pg.stats(f).timed == pg.stats(f).live - 1 > 0
+    assert not pg.stats(f).refusals
+    assert not [line for line in caplog.messages if "live" in line]
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f"Timed beside its recording: {pg.stats(f).timed} live calls" in page
+    assert not [reason for reason in all_reasons() if "beside its recording" in reason.words]
 
 
 @pytest.mark.parametrize(
