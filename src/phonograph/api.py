@@ -43,18 +43,18 @@ Results = str | Sequence[object]
 
 
 @overload
-def record(fn: M, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",  # type: ignore[overload-overlap]
+def record(fn: M, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
-def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
+def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,
            carry: Carry = (), shared: Names = (), results: Results = "stack") -> Recorded[P, R]: ...  # fmt: skip
 @overload
-def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["live", "split", "error"] = "live",
+def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,

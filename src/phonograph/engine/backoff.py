@@ -165,37 +165,51 @@ class Backoff:
     def pays_for(self, call: Call, history: History, broken: str | None) -> Refusal | None:
         """Why there is to be no attempt now: those before it have cost too much for what came of them."""
         behind = self.budget.unfit(self._shelf.of(call.key)) if broken is not None else 0.0
-        if self.budget.allows(behind):
+        learning = history.attempts.learning
+        if self.budget.allows(behind, learning):
             return None
         if broken is not None:
             where = self._changes[broken].where if broken in self._changes else ""
             refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
+        elif learning and history.capture.why is not None:
+            refusal = history.capture.why.plain()
         elif self.budget.why is not None:
             refusal = replace(self.budget.why)
         else:
             refusal = Refusal(EVER_NEW, FEW_SHAPES)
         refusal.history = history
-        history.refused.unpaid = Unpaid(self.budget, refusal, behind)
+        history.refused.unpaid = Unpaid(self.budget, refusal, behind + learning)
         return self.expected(refusal)
 
     def count_change(self, history: History) -> int:
         """Count a change; how many have come in quick succession."""
         return history.changes.note(self._counters.replayed + history.refused.calls, FORGIVEN)
 
-    def diverged(self, history: History, key: Key, diverged: Diverged) -> None:
-        """Count a replay that could not go on. Recordings go for which that is the rule."""
+    def diverged(self, history: History, key: Key, diverged: Diverged, seconds: float) -> None:
+        """Count a replay that could not go on, after so long. Recordings go for which that is the rule, or which are not wanted
+        for more than their speed and have lost more of it than they have brought."""
         divergence, replays = history.divergence, self._counters.replayed
+        divergence.lost, divergence.count = divergence.lost + seconds, divergence.count + 1
         divergence.in_turn = divergence.in_turn + 1 if divergence.replays == replays else 1
         divergence.replays = replays
         divergence.torn = divergence.torn or bool(diverged.torn)
-        if not diverged.decided or divergence.in_turn >= UNLUCKY:
+        divergence.loses = self._loses(history, key)
+        if not diverged.decided or divergence.in_turn >= UNLUCKY or divergence.loses:
             self._shelf.drop(key, lambda player: player.recording.live_parts)
+
+    def _loses(self, history: History, key: Key) -> bool:
+        """Whether replays that could not go on have cost more than the others have saved."""
+        divergence = history.divergence
+        if history.capture.why is None or divergence.count <= UNLUCKY:
+            return False
+        return divergence.lost > self.budget.saved(self._shelf.of(key))
 
     def diverges(self, history: History, diverged: Diverged, reach: Reach | None) -> None:
         """Let a signature wait, or give it up, of which too many replays could not go on."""
-        if diverged.decided and history.divergence.in_turn > UNLUCKY:
+        if history.divergence.loses or (diverged.decided and history.divergence.in_turn > UNLUCKY):
             reason = f"{diverged.said} reads another number nearly each time"
-            self.wait(history, Refusal(reason, diverged.remedy, diverged.where))
+            history.divergence.begin()
+            self.wait(history, history.capture.why or Refusal(reason, diverged.remedy, diverged.where))
         elif not diverged.decided and self.count_change(history) > CHANGES:
             history.wait.left = 0
             refusal = Refusal(diverged.reason, diverged.remedy, diverged.where, reach=reach)

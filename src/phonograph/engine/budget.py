@@ -92,11 +92,13 @@ class Budget:
 
     # -- what may be
 
-    def allows(self, behind: float = 0.0) -> bool:
-        """Whether there may be another attempt, if so many seconds would be lost besides."""
+    def allows(self, behind: float = 0.0, learning: float = 0.0) -> bool:
+        """Whether there may be another attempt, if so many seconds would be lost besides. A few captures of the first one may
+        only show where the call is to be cut; that has taken `learning`."""
         if not self._bound or self._first is None or several():
             return True
-        return self._lost + behind <= self._first + self._share
+        free = self._first * (_AT_FIRST if learning else 1)
+        return self._lost + behind + learning <= free + self._share
 
     def goes_on(self, seconds: float, once: float) -> bool:
         """Whether an attempt that has taken so long, and begins with `once`, may begin again."""
@@ -112,6 +114,14 @@ class Budget:
     @property
     def _usual(self) -> float:
         return self.least if self.least < math.inf else 0.0
+
+    def beyond_usual(self, seconds: float) -> float:
+        """What a live call that has taken so long has taken more than others."""
+        return max(0.0, seconds - self._usual)
+
+    def saved(self, players: Sequence[Player]) -> float:
+        """Seconds that the replays of these have saved."""
+        return sum([p.played * (self._usual * _SAVED if p.saves is None else p.saves) for p in players])
 
     def unfit(self, players: Sequence[Player]) -> float:
         """Seconds that would be lost if these fit no more."""

@@ -75,6 +75,8 @@ class CaptureTerms:
     """Operators that run live between segments."""
     decisive: frozenset[Site] = frozenset()
     """Sites where numbers are read by which the call goes on."""
+    why: Refusal | None = None
+    """Why the call would run live if it were not cut, where nobody but us has decided to cut it."""
     attached: bool = False
     """Results are attached to the graph of autograd, and have a backward outside."""
     device: torch.device | None = None
@@ -88,6 +90,8 @@ class Attempts:
     """Captures."""
 
     failures: int = 0
+    learning: float = 0.0
+    """Seconds of those that have only shown where the call is to be cut."""
     refused: bool = False
     """The last one was."""
     tried: bool = False
@@ -191,8 +195,18 @@ class Divergence:
     in_turn: int = 0
     replays: int = -1
     """Replays of the function at the last one."""
+    lost: float = 0.0
+    """Seconds that they have cost, besides what such a call takes live..."""
+    count: int = 0
+    """...so many, since the last time that they were too many."""
+    loses: bool = False
+    """They have cost more than other replays have saved."""
     torn: bool = False
     """A marked function has done what a replay could not go on after."""
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self.lost, self.count, self.loses = 0.0, 0, False
 
 
 class History:
