@@ -22,7 +22,7 @@ from ..python.identity import identity
 from ..statistics import Counters
 from ..values.wording import Naming
 from .budget import Budget, Unpaid
-from .history import History
+from .history import CaptureTerms, History
 from .novel_signatures import Novelty
 from .player import GRAD
 from .profitability import Trial
@@ -95,13 +95,19 @@ class Backoff:
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
         self.rest = Rest()
         self.budget.reset()
+        self.cuts: CaptureTerms | None = None
+        """Where calls of the last signature are cut of which that was learned: others may have to be cut there, too."""
         self.displaced = 0
         """Recordings of forwards that gave way to others, because of tensors that were held."""
         self.novelty.reset(self._counters.calls)
 
     def history(self, key: Key, known: History | None = None) -> History:
         """What is known of a signature; `known`: of the same one, before it was called this."""
-        history = self._histories.setdefault(key, known or History(self._split, self._described.marked))
+        history = self._histories.get(key)
+        if history is None:
+            history = self._histories[key] = known or History(self._split, self._described.marked)
+            if known is None and self.cuts is not None:
+                history.capture.cut_as(self.cuts)
         self._histories.move_to_end(key)
         if len(self._histories) > SIGNATURES:
             self._histories.popitem(last=False)
@@ -165,20 +171,19 @@ class Backoff:
     def pays_for(self, call: Call, history: History, broken: str | None) -> Refusal | None:
         """Why there is to be no attempt now: those before it have cost too much for what came of them."""
         behind = self.budget.unfit(self._shelf.of(call.key)) if broken is not None else 0.0
-        learning = history.attempts.learning
-        if self.budget.allows(behind, learning):
+        if self.budget.allows(behind):
             return None
         if broken is not None:
             where = self._changes[broken].where if broken in self._changes else ""
             refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
-        elif learning and history.capture.why is not None:
+        elif history.attempts.learning and history.capture.why is not None:
             refusal = history.capture.why.plain()
         elif self.budget.why is not None:
             refusal = replace(self.budget.why)
         else:
             refusal = Refusal(EVER_NEW, FEW_SHAPES)
         refusal.history = history
-        history.refused.unpaid = Unpaid(self.budget, refusal, behind + learning)
+        history.refused.unpaid = Unpaid(self.budget, refusal, behind)
         return self.expected(refusal)
 
     def count_change(self, history: History) -> int:

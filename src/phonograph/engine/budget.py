@@ -55,6 +55,8 @@ class Budget:
         self._first: float | None = None
         self._lost = 0.0
         self._losses = 0
+        self.learning = 0.0
+        """Seconds of captures that have only shown where to cut, for recordings that have not come yet."""
         self.why: Refusal | None = None
         """Why the last capture was refused that came to nothing."""
 
@@ -69,6 +71,10 @@ class Budget:
         """There was an attempt."""
         if self._first is None:
             self._first = seconds
+
+    def learned(self, seconds: float) -> None:
+        """An attempt has only shown where to cut; or (less than 0) there is what this was for, or it has come to nothing."""
+        self.learning += seconds
 
     def lose(self, seconds: float, why: Refusal | None = None) -> None:
         """An attempt has come to nothing."""
@@ -92,13 +98,13 @@ class Budget:
 
     # -- what may be
 
-    def allows(self, behind: float = 0.0, learning: float = 0.0) -> bool:
+    def allows(self, behind: float = 0.0) -> bool:
         """Whether there may be another attempt, if so many seconds would be lost besides. A few captures of the first one may
-        only show where the call is to be cut; that has taken `learning`."""
+        only show where the call is to be cut."""
         if not self._bound or self._first is None or several():
             return True
-        free = self._first * (_AT_FIRST if learning else 1)
-        return self._lost + behind + learning <= free + self._share
+        free = self._first * (_AT_FIRST if self.learning else 1)
+        return self._lost + behind + self.learning <= free + self._share
 
     def goes_on(self, seconds: float, once: float) -> bool:
         """Whether an attempt that has taken so long, and begins with `once`, may begin again."""

@@ -84,6 +84,10 @@ class CaptureTerms:
     gradients_lay_elsewhere: int = 0
     """Recordings that were made because gradients were not where those before have found them."""
 
+    def cut_as(self, other: CaptureTerms) -> None:
+        """Begin with the cuts of another signature."""
+        self.split, self.decisive, self.why = other.split, other.decisive, other.why
+
 
 @dataclass(slots=True)
 class Attempts:

@@ -305,6 +305,7 @@ class Maker:
         """From now on a call is cut there, and has to show that this pays. It may have to begin again."""
         self._describer.marked, history.pays = True, False
         history.capture.why = history.capture.why or refusal.plain()
+        self._backoff.cuts = history.capture
 
 
 @contextmanager

@@ -274,15 +274,22 @@ class Recorded(Parts, Generic[P, R]):
         """Whether the next capture can go another way, and needs a live call before."""
         attempts, why = history.attempts, history.capture.why
         if self._maker.learns(refusal, history, call):
-            attempts.learning += self._attempt if history.capture.why is not None else 0.0
+            if history.capture.why is not None:
+                attempts.learning += self._attempt
+                self._backoff.budget.learned(self._attempt)
             return True
         if refusal.cutting and why is not None:  # which is for us to know: what is to be mended is why there is a cut
             self._report.remark(f"is not cut, because it {refusal.reason}")
             refusal.reason, refusal.remedy, refusal.where = why.reason, why.remedy, why.where
         if refusal.this_call or not isinstance(refusal, Unseen):  # (else it is the first of two)
-            self._backoff.budget.lose(self._attempt + attempts.learning, refusal)
-            attempts.learning = 0.0
+            self._backoff.budget.lose(self._attempt + self._learned(history), refusal)
         return False
+
+    def _learned(self, history: History) -> float:
+        """Seconds of the attempts that have only shown where to cut such calls; from now on they count as this one's."""
+        learning, history.attempts.learning = history.attempts.learning, 0.0
+        self._backoff.budget.learned(-learning)
+        return learning
 
     def _raise_refused(self, call: Call, history: History, begun: float) -> None:
         """Raise the refusal of this signature, if its grounds still hold. That is found out since the call has `begun`."""
@@ -387,8 +394,7 @@ class Recorded(Parts, Generic[P, R]):
             self._attempt = budget.now() - begun
             self._backoff.budget.attempted(self._attempt)
         with Contained("noted what was recorded"):
-            player.seconds, player.cost, player.why = seconds(), self._attempt + history.attempts.learning, why
-            history.attempts.learning = 0.0
+            player.seconds, player.cost, player.why = seconds(), self._attempt + self._learned(history), why
             player.saves = history.timed.saves if history.timed is not None else None
             figures.recorded(self.name, player)
         return player

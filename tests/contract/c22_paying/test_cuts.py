@@ -185,6 +185,19 @@ def test_c22_captures_that_only_show_where_to_cut_are_paid_for(device, monkeypat
 
 
 @may_run_live
+def test_c22_many_sizes_that_are_cut_are_paid_for_as_others(device, monkeypatch):
+    """Where one is cut, the next one is as well: that costs no capture."""
+    clock = Ticking(monkeypatch, capture=10)
+    f, kept = auto(lambda x: x * x.sum().item(), max_recordings=4), 4
+    for n in range(400):
+        x = ramp(device, 2 + n // 3)
+        assert_same(f(x), x * x.sum().item())
+    assert pg.stats(f).recorded >= kept
+    assert clock.captures <= pg.stats(f).recorded + 1
+    assert clock.captures <= 1 + kept + 1 + 400 / 20 / 10, pg.explain(f)
+
+
+@may_run_live
 def test_c11_an_operator_that_has_raised_once_is_not_cut_out(device, takes):  # noqa: F811
     takes(played=10, live=30)
     x, w = ramp(device, 3, 3), ramp(device, 3, 3)
