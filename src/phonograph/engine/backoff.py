@@ -217,7 +217,8 @@ class Backoff:
             self.wait(history, history.capture.why or Refusal(reason, diverged.remedy, diverged.where))
         elif not diverged.decided and self.count_change(history) > CHANGES:
             history.wait.left = 0
-            refusal = Refusal(diverged.reason, diverged.remedy, diverged.where, reach=reach)
+            refusal = (history.capture.why or diverged).plain()
+            refusal.reach = reach
             self.refuse(history, refusal, grounds_of(refusal))
             refusal.drop_references()
 

@@ -6,6 +6,10 @@ had cost. As long as no more is lost than the share, attempts are free. After th
 captured, until the calls have taken long enough. The first attempt costs nothing. The second loss counts twice, the third
 three times: what cannot be recorded soon costs no more than plain.
 
+A capture that only shows where the call is to be cut (`fallback="auto"`) is lost until there is a recording, of whose cost it
+is a part then. Replays that have to begin again are a cost, too: where it is more than others have saved, calls run live for a
+while (`Backoff.diverged`).
+
 Only live calls are timed, and attempts: a replay costs no look at a clock. It counts as what a live call takes, of which it
 saves a half where no trial has measured it. Audits are not counted: that a stale recording is found comes first.
 
@@ -71,10 +75,6 @@ class Budget:
         """There was an attempt."""
         if self._first is None:
             self._first = seconds
-
-    def learned(self, seconds: float) -> None:
-        """An attempt has only shown where to cut; or (less than 0) there is what this was for, or it has come to nothing."""
-        self.learning += seconds
 
     def lose(self, seconds: float, why: Refusal | None = None) -> None:
         """An attempt has come to nothing."""

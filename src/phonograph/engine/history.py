@@ -236,6 +236,11 @@ class History:
             return self.room.full_since
         return self.arrivals.first if self.arrivals.again else None
 
+    def on_approval(self, why: Refusal) -> None:
+        """It is cut into segments where it would run live for this reason, and has to show that this pays."""
+        if self.capture.why is None:
+            self.capture.why, self.pays = why, False
+
     def refuse(self, refusal: Refusal, grounds: Grounds | None = None, most: int = 1) -> None:
         """Run live for as long as these grounds hold, for good where there are none. At most so many refusals with grounds
         stand."""

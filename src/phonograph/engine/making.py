@@ -199,7 +199,7 @@ class Maker:
                         raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
                     unplayed.push(undo.pop_all())
                     if self._on_its_own and recording.numbers:
-                        history.capture.why = history.capture.why or read[0]
+                        history.on_approval(read[0])
                     return recording
             except Overlooked as e:
                 is_new = self._describer.extend_reach(e)
@@ -214,7 +214,7 @@ class Maker:
                 history.capture.attached = True
             except Refusal as e:
                 if self._on_its_own and read and (e.cutting or isinstance(e, Decides)):
-                    history.capture.why = history.capture.why or read[0]
+                    history.on_approval(read[0])
                 raise
             finally:
                 if tracing is not None:
@@ -264,7 +264,7 @@ class Maker:
     def diverged(self, diverged: Diverged, call: Call, seconds: float) -> None:
         """A replay could not go on after a live operator, and so many seconds. That may give another shape from now on."""
         history = diverged.history = self._backoff.history(call.key)
-        diverged.told = not diverged.decided or history.capture.why is None  # else it costs less than the others bring
+        diverged.told = history.capture.why is None  # else it costs less than the others bring
         self._backoff.diverged(history, call.key, diverged, seconds)
         reach = None
         with suppress(Refusal), Contained("looked at what the function can reach"):
@@ -303,8 +303,8 @@ class Maker:
 
     def _cut(self, refusal: Refusal, history: History) -> None:
         """From now on a call is cut there, and has to show that this pays. It may have to begin again."""
-        self._describer.marked, history.pays = True, False
-        history.capture.why = history.capture.why or refusal.plain()
+        self._describer.marked = True
+        history.on_approval(refusal.plain())
         self._backoff.cuts = history.capture
 
 

@@ -276,7 +276,7 @@ class Recorded(Parts, Generic[P, R]):
         if self._maker.learns(refusal, history, call):
             if history.capture.why is not None:
                 attempts.learning += self._attempt
-                self._backoff.budget.learned(self._attempt)
+                self._backoff.budget.learning += self._attempt
             return True
         if refusal.cutting and why is not None:  # which is for us to know: what is to be mended is why there is a cut
             self._report.remark(f"is not cut, because it {refusal.reason}")
@@ -288,7 +288,7 @@ class Recorded(Parts, Generic[P, R]):
     def _learned(self, history: History) -> float:
         """Seconds of the attempts that have only shown where to cut such calls; from now on they count as this one's."""
         learning, history.attempts.learning = history.attempts.learning, 0.0
-        self._backoff.budget.learned(-learning)
+        self._backoff.budget.learning -= learning
         return learning
 
     def _raise_refused(self, call: Call, history: History, begun: float) -> None:

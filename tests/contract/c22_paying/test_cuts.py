@@ -143,6 +143,25 @@ def test_c11_numbers_that_change_now_and_then(device, takes, function, every):  
     assert stats.calls == stats.live + stats.replayed
 
 
+def test_c11_shapes_that_change_now_and_then(device, takes):  # noqa: F811
+    takes(played=10, live=30)
+    f = auto(lambda x: x.nonzero().sum() + x)  # (a warning would fail this test)
+    for n in range(ENOUGH):
+        x = ramp(device, 3, start=0 if n % 12 == 11 else 1)
+        assert_same(f(x), x.nonzero().sum() + x)
+    assert pg.stats(f).replayed > ENOUGH / 2, pg.explain(f)
+
+
+@may_run_live
+def test_c11_shapes_that_change_from_call_to_call(device, takes):  # noqa: F811
+    takes(played=10, live=30)
+    f = auto(lambda x: x.nonzero().sum() + x)
+    for n in range(ENOUGH):
+        x = torch.arange(8, device=device) % (n % 8 + 1)
+        assert_same(f(x), x.nonzero().sum() + x)
+    assert "depends on" in reasons(f), reasons(f)
+
+
 class Costly:
     """A clock of the budget: a call takes ten, and one that begins again twice as much."""
 
