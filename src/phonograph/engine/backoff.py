@@ -190,7 +190,7 @@ class Backoff:
         """Count a change; how many have come in quick succession."""
         return history.changes.note(self._counters.replayed + history.refused.calls, FORGIVEN)
 
-    def diverged(self, history: History, key: Key, diverged: Diverged, seconds: float) -> None:
+    def diverged(self, history: History, key: Key, diverged: Diverged, seconds: float = 0.0) -> None:
         """Count a replay that could not go on, after so long. Recordings go for which that is the rule, or which are not wanted
         for more than their speed and have lost more of it than they have brought."""
         divergence, replays = history.divergence, self._counters.replayed
@@ -217,8 +217,8 @@ class Backoff:
             self.wait(history, history.capture.why or Refusal(reason, diverged.remedy, diverged.where))
         elif not diverged.decided and self.count_change(history) > CHANGES:
             history.wait.left = 0
-            refusal = (history.capture.why or diverged).plain()
-            refusal.reach = reach
+            told = history.capture.why or diverged
+            refusal = Refusal(told.reason, told.remedy, told.where, reach=reach)
             self.refuse(history, refusal, grounds_of(refusal))
             refusal.drop_references()
 
