@@ -289,3 +289,18 @@ def test_c11_auto_is_an_option():
     assert not Options(fallback="live").cuts(measured=True)
     with pytest.raises(ValueError, match='split_at needs fallback="split"'):
         auto(lambda x: x, split_at=["aten::sort"])
+
+
+@may_run_live
+@pytest.mark.parametrize("fallback", ["auto", "split"])
+def test_c01_an_operator_with_another_gradient_where_it_is_watched_is_not_cut_out(device, fallback):
+    def gradient(x):
+        leaf = x.clone().requires_grad_()
+        leaf.prod().backward()
+        return leaf.grad
+
+    f = pg.record(gradient, fallback=fallback, keep="always")
+    for n in range(6):
+        x = torch.randn(7, generator=torch.Generator().manual_seed(n)).to(device)
+        assert_same(f(x), gradient(x))
+    assert "live between its segments" not in pg.explain(f)
