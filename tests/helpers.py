@@ -22,7 +22,9 @@ def side_by_side(make: Callable[[], Any], **options: Any) -> SideBySide:
     return SideBySide(make, **{"warmup": 1, **options})
 
 
-def changeable(make: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]) -> tuple[SideBySide, Callable[..., None]]:
+def changeable(
+    make: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]], **options: Any
+) -> tuple[SideBySide, Callable[..., None]]:
     """`side_by_side` for a function that is made together with what changes something for it; and the change of both."""
     changes: list[Callable[..., Any]] = []
 
@@ -35,7 +37,7 @@ def changeable(make: Callable[[], tuple[Callable[..., Any], Callable[..., Any]]]
         for one in changes:
             one(*args)
 
-    return side_by_side(function), change
+    return side_by_side(function, **options), change
 
 
 def plain(function: Callable[..., Any], **options: Any) -> SideBySide:

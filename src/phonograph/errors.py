@@ -102,6 +102,10 @@ class Refusal(Exception):
 
     measures = False
     """Whether nothing stands in the way: the call runs live to be timed."""
+    told = True
+    """Whether it is worth a warning: there is something to mend."""
+    cutting = False
+    """Whether it stands in the way of cutting the call into segments, or of handing on numbers."""
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -117,6 +121,10 @@ class Refusal(Exception):
         told.where = where
         told.drop_references()
         return told
+
+    def plain(self) -> Refusal:
+        """What it says, and nothing else."""
+        return Refusal(self.reason, self.remedy, self.where)
 
     def drop_references(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""

@@ -24,7 +24,7 @@ class Options:
     """See `phonograph.record` for what each one does."""
 
     warmup: int = 1
-    fallback: Literal["live", "split", "error"] = "live"
+    fallback: Literal["auto", "live", "split", "error"] = "live"
     outputs: Literal["keep", "borrow"] = "keep"
     verify: int = 0
     audit: int = 4096
@@ -71,7 +71,7 @@ class Options:
         at_least("max_recordings", self.max_recordings, 1)
         if self.max_bytes is not None:
             at_least("max_bytes", self.max_bytes, 0)
-        _one_of("fallback", self.fallback, ("live", "split", "error"))
+        _one_of("fallback", self.fallback, ("auto", "live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
         _one_of("keep", self.keep, ("pays", "always"))
         if isinstance(self.shapes, Mapping):
@@ -87,6 +87,12 @@ class Options:
             raise ValueError('split_at needs fallback="split"')
         names = {f"{x._schema.name}.{x._overloadname}" for one in self.split_at for x in overloads(one)}
         object.__setattr__(self, "split_at", frozenset(names))
+
+    def cuts(self, *, measured: bool) -> bool:
+        """Whether calls are cut into segments where something needs the host: by ``"auto"`` only those that can be `measured`,
+        with and without cuts."""
+        whole = self.verify or self.shapes or self.is_part  # compared with live calls, padded, or measured by somebody else
+        return self.fallback == "split" or (self.fallback == "auto" and measured and not whole)
 
     def _check_steps(self) -> None:
         """Check what says how a call of several steps is put together."""

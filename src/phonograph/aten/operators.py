@@ -223,8 +223,11 @@ def _answers_from_data(func: OpOverload) -> bool:
 
 
 def can_run_live(func: OpOverload | None) -> bool:
-    """Whether an operator may run between segments: not if it gives a plain value, which no later segment can read."""
-    return func is not None and not _answers_from_data(func)
+    """Whether an operator may run between segments: not if it gives a plain value, which no later segment can read, nor if it
+    is differentiated otherwise where somebody is told of operators, as in the live call before and in the capture."""
+    if func is None or _answers_from_data(func):
+        return False
+    return meaning(func).name not in _OTHER_DERIVATIVES | _OTHER_TANGENTS | _OTHER_STRIDES
 
 
 def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:

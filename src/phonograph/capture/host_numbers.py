@@ -43,6 +43,10 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
         """The code that runs the call; what is called by it is the call's."""
         self.numerals: list[weakref.ref[Numeral]] | None = None
         """Those made in this call, where it may hand on numbers."""
+        self.would_refuse: list[Refusal] = []
+        """How the first of the reads would be refused for which they stand."""
+        self.steps_whole = False
+        """Whether a step that a scaler may skip is captured where it can be, rather than cut out."""
         self.insists = False
         """Whether a call that writes what it has read will do so again: the last one was refused, and many do so but once, to
         begin with."""
@@ -60,6 +64,8 @@ class HostNumbers(FixedValues, Refusals, RandomStates):
             return None
         found = Numeral(t.detach().clone(), functools.partial(self.reads_number, site))
         self.numerals.append(weakref.ref(found))
+        if not self.would_refuse:
+            self.would_refuse.append(self.placed(operators.reads_value(), sys._getframe(1)))
         return found
 
     def listed(self, t: torch.Tensor, site: Site) -> object:

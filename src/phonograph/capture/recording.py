@@ -304,6 +304,7 @@ class Recording:
             f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
             f"  slots: {slots}\n  outputs: {outs}\n"
             + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
+            + (f"  reads {len(self.numbers)} numbers at its end, which it hands on\n" if self.numbers else "")
             + "".join(f"  sets {path}\n" for path in [*self.left.paths, *(one.path for one in self.settings)])
             + (f"  each replay waits for the device: {self.program.waits}\n" if self.program.waits else "")
             + f"  footprint: {self.footprint.nbytes / (1 << 20):.3g} MiB; relies on {len(self.reliances)} places outside"

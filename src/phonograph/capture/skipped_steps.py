@@ -31,7 +31,8 @@ def skipping_on_the_device(watch: OperatorWatch) -> Iterator[None]:
     def maybe_step(plain: Callable[..., Private]) -> Callable[..., Private]:
         def step(scaler: object, optimizer: torch.optim.Optimizer, state: Private, *args: object, **kwargs: object) -> object:
             found = [*state["found_inf_per_device"].values()]
-            if threading.get_ident() != thread or len(found) != 1 or not _fits(optimizer, splits=watch.numerals is not None):
+            splits = watch.numerals is not None and not watch.steps_whole
+            if threading.get_ident() != thread or len(found) != 1 or not _fits(optimizer, splits=splits):
                 return plain(scaler, optimizer, state, *args, **kwargs)
             _branch(watch, found[0], optimizer, args, kwargs)
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -107,6 +107,10 @@ class Cuts:
 
     def cut(self, operator: OpOverload | Marked, args: Args, kwargs: Kwargs) -> object:
         """End a segment, because this is called. Returns what stands for its result."""
+        with _cutting():
+            return self._cut(operator, args, kwargs)
+
+    def _cut(self, operator: OpOverload | Marked, args: Args, kwargs: Kwargs) -> object:
         said = operator.name() if isinstance(operator, Marked) else source_of(operator.name())
         runs, watch = f"runs {said} live", self._watch
         form, values = self._form(operator, runs)
@@ -157,9 +161,10 @@ class Cuts:
         """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before."""
         runs = "goes on by a number that it reads"
         for number in self._numbers.get(site, iter(())):
-            self._may_cut(runs)
-            part = Decision(number, source_of(READS_NUMBER.name()), users_line())
-            self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
+            with _cutting():
+                self._may_cut(runs)
+                part = Decision(number, source_of(READS_NUMBER.name()), users_line())
+                self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
             return number
         raise self._watch.located(Unseen(f"{runs}, and did not read it before", "read it in every call", final=False))
 
@@ -294,6 +299,16 @@ class Cuts:
                               "pass what it needs of them by itself")  # fmt: skip
         elif identity(x) not in self._outer and not _constant(x):
             raise Refusal(f"{runs} with an object that the call made ({type(x).__qualname__})", "pass tensors and numbers")
+
+
+@contextmanager
+def _cutting() -> Iterator[None]:
+    """What is refused in the block stands in the way of a cut."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.cutting = True
+        raise
 
 
 def _instead(operator: OpOverload | Marked) -> str:

@@ -10,6 +10,7 @@ recordings) are put back with the rest.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from ..state.rng import put
 __all__ = ["FAILS", "Diverged", "Segments", "TakenBack"]
 
 _RARE = "where that is rare, nothing"
+_TIMED = 16  # runs of which it is noted how long their cuts take
 _TORN = (
     "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
     "replay has written is put back; the next call runs live, and looks at it anew. Or do that outside the recorded function."
@@ -110,6 +112,8 @@ class Segments:
         self.versions: Callable[[], Mapping[int, int]] = dict
         self.grads: Grads | None = None
         self.stopped = False  # the last run, by an exception of what is live between segments
+        self.took: list[list[float]] = []
+        """Seconds for which each cut has kept the host, in the first runs: to wait for the device, and to run what is live."""
         with torch.inference_mode(False), torch.no_grad():
             # By address, as the programs have it: to hold a gradient would look like somebody who keeps it.
             places = [storage_at(w.data_ptr(), w.nbytes(), w.device) for w in written if w.nbytes()]
@@ -126,6 +130,7 @@ class Segments:
         before = self._before()
         disturbed = self.disturbing()
         done: list[Done] = []
+        cuts: list[float] = []
         counts = self.dials.counts if self.dials is not None else None
         if counts:
             counts.begin()
@@ -137,7 +142,9 @@ class Segments:
             if live.grads:
                 _give(live.grads)
                 disturbed = self.disturbing()
+            begun = time.perf_counter()
             other, torn = self._run_live(live, done, disturbed, before.versions)
+            cuts.append(time.perf_counter() - begun)
             if other or torn or disturbed():
                 diverged = Diverged(live, other or "changes what the function relies on", done, torn)
                 put_back(partial(self._undo, before))
@@ -146,6 +153,8 @@ class Segments:
                 raise diverged
             targets = self._run_program(number + 1, (), before)
         _give(before.kept)  # those that the call leaves are given at its end (`Grads.leave`)
+        if len(self.took) < _TIMED:
+            self.took.append(cuts)
         self.ran = 0
         return targets
 

@@ -22,7 +22,7 @@ from ..python.identity import identity
 from ..statistics import Counters
 from ..values.wording import Naming
 from .budget import Budget, Unpaid
-from .history import History
+from .history import CaptureTerms, History
 from .novel_signatures import Novelty
 from .player import GRAD
 from .profitability import Trial
@@ -95,13 +95,19 @@ class Backoff:
         self._grounded: list[History] = []  # whose refusals have grounds, the oldest first
         self.rest = Rest()
         self.budget.reset()
+        self.cuts: CaptureTerms | None = None
+        """Where calls of the last signature are cut of which that was learned: others may have to be cut there, too."""
         self.displaced = 0
         """Recordings of forwards that gave way to others, because of tensors that were held."""
         self.novelty.reset(self._counters.calls)
 
     def history(self, key: Key, known: History | None = None) -> History:
         """What is known of a signature; `known`: of the same one, before it was called this."""
-        history = self._histories.setdefault(key, known or History(self._split, self._described.marked))
+        history = self._histories.get(key)
+        if history is None:
+            history = self._histories[key] = known or History(self._split, self._described.marked)
+            if known is None and self.cuts is not None:
+                history.capture.cut_as(self.cuts)
         self._histories.move_to_end(key)
         if len(self._histories) > SIGNATURES:
             self._histories.popitem(last=False)
@@ -172,6 +178,8 @@ class Backoff:
         elif broken is not None:
             where = self._changes[broken].where if broken in self._changes else ""
             refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
+        elif history.attempts.learning and history.capture.why is not None:
+            refusal = history.capture.why.plain()
         elif self.budget.why is not None:
             refusal = replace(self.budget.why)
         else:
@@ -184,23 +192,35 @@ class Backoff:
         """Count a change; how many have come in quick succession."""
         return history.changes.note(self._counters.replayed + history.refused.calls, FORGIVEN)
 
-    def diverged(self, history: History, key: Key, diverged: Diverged) -> None:
-        """Count a replay that could not go on. Recordings go for which that is the rule."""
+    def diverged(self, history: History, key: Key, diverged: Diverged, seconds: float = 0.0) -> None:
+        """Count a replay that could not go on, after so long. Recordings go for which that is the rule, or which are not wanted
+        for more than their speed and have lost more of it than they have brought."""
         divergence, replays = history.divergence, self._counters.replayed
+        divergence.lost, divergence.count = divergence.lost + seconds, divergence.count + 1
         divergence.in_turn = divergence.in_turn + 1 if divergence.replays == replays else 1
         divergence.replays = replays
         divergence.torn = divergence.torn or bool(diverged.torn)
-        if not diverged.decided or divergence.in_turn >= UNLUCKY:
+        divergence.loses = self._loses(history, key)
+        if not diverged.decided or divergence.in_turn >= UNLUCKY or divergence.loses:
             self._shelf.drop(key, lambda player: player.recording.live_parts)
+
+    def _loses(self, history: History, key: Key) -> bool:
+        """Whether replays that could not go on have cost more than the others have saved."""
+        divergence = history.divergence
+        if history.capture.why is None or divergence.count <= UNLUCKY:
+            return False
+        return divergence.lost > self.budget.saved(self._shelf.of(key))
 
     def diverges(self, history: History, diverged: Diverged, reach: Reach | None) -> None:
         """Let a signature wait, or give it up, of which too many replays could not go on."""
-        if diverged.decided and history.divergence.in_turn > UNLUCKY:
+        if history.divergence.loses or (diverged.decided and history.divergence.in_turn > UNLUCKY):
             reason = f"{diverged.said} reads another number nearly each time"
-            self.wait(history, Refusal(reason, diverged.remedy, diverged.where))
+            history.divergence.begin()
+            self.wait(history, history.capture.why or Refusal(reason, diverged.remedy, diverged.where))
         elif not diverged.decided and self.count_change(history) > CHANGES:
             history.wait.left = 0
-            refusal = Refusal(diverged.reason, diverged.remedy, diverged.where, reach=reach)
+            told = history.capture.why or diverged
+            refusal = Refusal(told.reason, told.remedy, told.where, reach=reach)
             self.refuse(history, refusal, grounds_of(refusal))
             refusal.drop_references()
 

@@ -6,6 +6,10 @@ had cost. As long as no more is lost than the share, attempts are free. After th
 captured, until the calls have taken long enough. The first attempt costs nothing. The second loss counts twice, the third
 three times: what cannot be recorded soon costs no more than plain.
 
+A capture that only shows where the call is to be cut (`fallback="auto"`) is lost until there is a recording, of whose cost it
+is a part then. Replays that have to begin again are a cost, too: where it is more than others have saved, calls run live for a
+while (`Backoff.diverged`).
+
 Only live calls are timed, and attempts: a replay costs no look at a clock. It counts as what a live call takes, of which it
 saves a half where no trial has measured it. Audits are not counted: that a stale recording is found comes first.
 
@@ -55,6 +59,8 @@ class Budget:
         self._first: float | None = None
         self._lost = 0.0
         self._losses = 0
+        self.learning = 0.0
+        """Seconds of captures that have only shown where to cut, for recordings that have not come yet."""
         self.why: Refusal | None = None
         """Why the last capture was refused that came to nothing."""
 
@@ -93,10 +99,12 @@ class Budget:
     # -- what may be
 
     def allows(self, behind: float = 0.0) -> bool:
-        """Whether there may be another attempt, if so many seconds would be lost besides."""
+        """Whether there may be another attempt, if so many seconds would be lost besides. A few captures of the first one may
+        only show where the call is to be cut."""
         if not self._bound or self._first is None or several():
             return True
-        return self._lost + behind <= self._first + self._share
+        free = self._first * (_AT_FIRST if self.learning else 1)
+        return self._lost + behind + self.learning <= free + self._share
 
     def goes_on(self, seconds: float, once: float) -> bool:
         """Whether an attempt that has taken so long, and begins with `once`, may begin again."""
@@ -112,6 +120,14 @@ class Budget:
     @property
     def _usual(self) -> float:
         return self.least if self.least < math.inf else 0.0
+
+    def beyond_usual(self, seconds: float) -> float:
+        """What a live call that has taken so long has taken more than others."""
+        return max(0.0, seconds - self._usual)
+
+    def saved(self, players: Sequence[Player]) -> float:
+        """Seconds that the replays of these have saved."""
+        return sum([p.played * (self._usual * _SAVED if p.saves is None else p.saves) for p in players])
 
     def unfit(self, players: Sequence[Player]) -> float:
         """Seconds that would be lost if these fit no more."""

@@ -17,6 +17,7 @@ from ..capture.digest import Digest
 from ..capture.live_results import Notes
 from ..capture.recording import Recording
 from ..devices.base import Device
+from ..errors import Refusal
 from ..guards.carried_state import Carried
 from ..guards.followed_numbers import Following
 from ..guards.reachable import Reach
@@ -75,8 +76,11 @@ class Terms:
     """One such call ran live to its end."""
     insists: bool = False
     """The last capture of such a call was refused."""
-    numbers: bool = False
-    """Numbers that are read of tensors may be handed on: each replay reads them."""
+    numbers: list[Refusal] | None = None
+    """Numbers that are read of tensors may be handed on: each replay reads them. How the first would be refused is noted in
+    it."""
+    steps_whole: bool = False
+    """A step that a scaler may skip is no reason for a cut if it can be captured."""
     carried: Carried = field(default_factory=Carried)
     """State that the function carries from call to call, which is among the arguments."""
     following: Following | None = None

@@ -115,7 +115,7 @@ class Checking:
 
     def _through_recorded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._recorded is None:
-            self._recorded = Recorded(self._function, Options(name=self.name, keep="always"))
+            self._recorded = Recorded(self._function, Options(name=self.name, keep="always", fallback="live"))
             if self._module is not None:
                 self._recorded.of(self._module)
         before = self._recorded.stats()

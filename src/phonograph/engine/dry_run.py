@@ -199,7 +199,9 @@ class DryRun:
             raise hands_on()
         numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         if any(ref() is not None for ref in watch.numerals or ()):
-            raise Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
+            kept = Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
+            kept.cutting = True
+            raise kept
         watch.check_left(t for t in (*result, *self._prepared.grads.read()) if isinstance(t, torch.Tensor))
         self._check(arguments, modes_before, listener)
         if watch.digest is not None:
@@ -220,7 +222,8 @@ class DryRun:
         watch.relies = self._prepared.snapshot.also
         watch.has_backward = not self._request.whole
         watch.may_begin_again = self._request.backward is None
-        watch.numerals = [] if terms.numbers else None
+        watch.numerals, watch.steps_whole = [] if terms.numbers is not None else None, terms.steps_whole
+        watch.would_refuse = terms.numbers if terms.numbers is not None else []
         watch.works_in(self._prepared.buckets)
         if self._request.backward is not None and self._request.backward.origins is not None:
             watch.origins.follows(self._request.backward.origins)

@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import NamedTuple
 
 from ..call.differences import nearest, told
+from ..devices.segments import Segments
 from ..python.names_in_code import Mentions
 from ..statistics import Counters, Stats, logger
 from ..values.wording import Naming
@@ -62,7 +64,16 @@ def costs(player: Player, history: History | None, *, asks: bool) -> Costs:
 
 def of_recording(player: Player, known: Costs) -> str:
     """More lines about a recording."""
-    return f"\n  made in {player.seconds:.2g} s; why: {player.why}\n  {_played(player, known)}"
+    lines = [f"made in {player.seconds:.2g} s; why: {player.why}", _played(player, known), *_cuts(player)]
+    return "".join([f"\n  {line}" for line in lines])
+
+
+def _cuts(player: Player) -> Iterator[str]:
+    """What each cut into segments costs: until the device has come there, and what is live there has run."""
+    program = player.recording.program
+    took = program.took if isinstance(program, Segments) else []
+    for part, seconds in zip(player.recording.live_parts, zip(*took, strict=True), strict=False):
+        yield f"cut at {part.where or part.said}: {_ms(median(seconds))} of each replay (median of {len(seconds)})"
 
 
 def _played(player: Player, known: Costs) -> str:
@@ -146,8 +157,9 @@ def why(case: Case, shelf: Shelf, naming: Callable[[], Naming], place_of: Callab
 def recorded(name: str, player: Player) -> None:
     """Log a recording."""
     recording = player.recording
-    logger.info("recorded %s in %.2g s: %d operators, %.3g MiB; why: %s", name, player.seconds, recording.program.operators,
-                recording.footprint.nbytes / MiB, player.why)  # fmt: skip
+    cuts = f", cut {len(recording.live_parts)}x" if recording.live_parts else ""
+    logger.info("recorded %s in %.2g s: %d operators%s, %.3g MiB; why: %s", name, player.seconds, recording.program.operators,
+                cuts, recording.footprint.nbytes / MiB, player.why)  # fmt: skip
 
 
 @contextmanager

@@ -77,6 +77,8 @@ class CaptureTerms:
     """Operators that run live between segments."""
     decisive: frozenset[Site] = frozenset()
     """Sites where numbers are read by which the call goes on."""
+    why: Refusal | None = None
+    """Why the call would run live if it were not cut, where nobody but us has decided to cut it."""
     attached: bool = False
     """Results are attached to the graph of autograd, and have a backward outside."""
     device: torch.device | None = None
@@ -84,12 +86,18 @@ class CaptureTerms:
     gradients_lay_elsewhere: int = 0
     """Recordings that were made because gradients were not where those before have found them."""
 
+    def cut_as(self, other: CaptureTerms) -> None:
+        """Begin with the cuts of another signature."""
+        self.split, self.decisive, self.why = other.split, other.decisive, other.why
+
 
 @dataclass(slots=True)
 class Attempts:
     """Captures."""
 
     failures: int = 0
+    learning: float = 0.0
+    """Seconds of those that have only shown where the call is to be cut."""
     refused: bool = False
     """The last one was."""
     tried: bool = False
@@ -193,8 +201,18 @@ class Divergence:
     in_turn: int = 0
     replays: int = -1
     """Replays of the function at the last one."""
+    lost: float = 0.0
+    """Seconds that they have cost, besides what such a call takes live..."""
+    count: int = 0
+    """...so many, since the last time that they were too many."""
+    loses: bool = False
+    """They have cost more than other replays have saved."""
     torn: bool = False
     """A marked function has done what a replay could not go on after."""
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self.lost, self.count, self.loses = 0.0, 0, False
 
 
 class History:
@@ -219,6 +237,11 @@ class History:
         if self.room.full_since is not None:
             return self.room.full_since
         return self.arrivals.first if self.arrivals.again else None
+
+    def on_approval(self, why: Refusal) -> None:
+        """It is cut into segments where it would run live for this reason, and has to show that this pays."""
+        if self.capture.why is None:
+            self.capture.why, self.pays = why, False
 
     def refuse(self, refusal: Refusal, grounds: Grounds | None = None, most: int = 1) -> None:
         """Run live for as long as these grounds hold, for good where there are none. At most so many refusals with grounds

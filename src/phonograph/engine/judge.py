@@ -60,7 +60,10 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
     carried = request.terms.carried
     seen = [p.path for p in left.puts if carried.has(p.of, p.name) or p in left.items] if watch.parts else []
     if seen:
-        raise Refusal(f"sets {seen[0]}, which what runs live meanwhile may read", "set it outside, or pass it", final=False)
+        said = f"sets {seen[0]}, which what runs live meanwhile may read"
+        refusal = Refusal(said, "set it outside, or pass it", final=False)
+        refusal.cutting = True
+        raise refusal
     if changes:
         steps = [name for name in changes if name.endswith(".last_epoch")]
         following = request.terms.following

@@ -15,6 +15,7 @@ from typing import Any
 
 from .._torch import ddp as torch_ddp
 from .._torch.dynamic import Thing
+from .._torch.process_groups import several
 from ..aten.operators import can_run_live
 from ..autograd.backward import Backward, Forward
 from ..autograd.function import Joint
@@ -85,10 +86,12 @@ class Maker:
 
     def __init__(
         self, name: str, function: Callable[..., object], options: Options, counters: Counters, describer: Describer,
-        shelf: Shelf, backoff: Backoff, stops: Stops,
+        shelf: Shelf, backoff: Backoff, stops: Stops, *, cuts: bool,
     ) -> None:  # fmt: skip
+        """`cuts`: what needs the host may run live between segments."""
         self._name, self._function, self._options, self._counters = name, function, options, counters
         self._describer, self._shelf, self._backoff, self._stops = describer, shelf, backoff, stops
+        self._may_cut, self._on_its_own = cuts, options.fallback == "auto"
         self.entangled = Entangled()
         """Memory that recordings write, and that no argument may share."""
         self.devices: set[Device] = set()
@@ -158,6 +161,8 @@ class Maker:
         warmup = 0 if ran or backward.only_captured else min(self._options.warmup, 1)
         name = f"the backward of {self._name}"
         options = replace(self._options, name=name, warmup=warmup, verify=0, keep="always")  # as long as the forward
+        if self._on_its_own:  # it is measured with its forward
+            options = replace(options, fallback="live")
         return Joint(backward, self._recorded_backward(options, kind), device.joining)
 
     def _recorded_backward(self, options: Options, kind: BackwardKind) -> Callable[[Backward], Callable[..., Thing]]:
@@ -181,7 +186,8 @@ class Maker:
         begun, looks, new = budget.now(), 0, 0
         while looks < _LOOKS and new < _NEW:
             tracing = Tracing(device.torch_device) if history.capture.attached else None
-            terms = self._terms(call, history, tracing, replace(placement, borrow=borrow))
+            read: list[Refusal] = []
+            terms = self._terms(call, history, tracing, replace(placement, borrow=borrow), read)
             self._describer.packages.before()
             try:
                 with ExitStack() as undo:
@@ -192,6 +198,8 @@ class Maker:
                     if self._options.verify and (twice := repeats(recording)) is not None:
                         raise Refusal(f"{twice}, which verify would do twice", "record it without verify")
                     unplayed.push(undo.pop_all())
+                    if self._on_its_own and recording.numbers:
+                        history.on_approval(read[0])
                     return recording
             except Overlooked as e:
                 is_new = self._describer.extend_reach(e)
@@ -204,20 +212,31 @@ class Maker:
                 if history.capture.attached or borrow:
                     raise
                 history.capture.attached = True
+            except Refusal as e:
+                if self._on_its_own and read and (e.cutting or isinstance(e, Decides)):
+                    history.on_approval(read[0])
+                raise
             finally:
                 if tracing is not None:
                     tracing.end()
         raise Refusal(_OTHER_CODE, _CALL_THE_SAME, final=False)
 
-    def _terms(self, call: Call, history: History, tracing: Tracing | None, placement: Placement) -> Terms:
-        """The terms of a capture at this place, going by what is known of the signature."""
+    @property
+    def _cuts(self) -> bool:
+        """Whether what needs the host may run live between segments. Ranks do not measure, and have to decide alike."""
+        return self._may_cut and not (self._on_its_own and several())
+
+    def _terms(
+        self, call: Call, history: History, tracing: Tracing | None, placement: Placement, read: list[Refusal]
+    ) -> Terms:  # fmt: skip
+        """The terms of a capture at this place, going by what is known of the signature. What it reads goes to `read`."""
         siblings = [player.recording for player in self._shelf.of(call.key)]
         sizes = [recording.footprint.nbytes for recording in siblings] or [history.live.nbytes]
         expected = max(sizes) if history.capture.attached else 0
         placement = replace(placement, expected=expected, sibling=next(iter(siblings), None))
         return Terms(placement, tracing, history.live.notes, ran=history.live.ended,
                      insists=history.attempts.refused,
-                     numbers=self._options.fallback == "split", carried=self._describer.carried,
+                     numbers=read if self._cuts else None, steps_whole=self._on_its_own, carried=self._describer.carried,
                      following=self._describer.following,
                      concessions=Concessions(averages=history.live.averages, feeds=self._feeds(history)),
                      digest=Digest if self._options.audit and not audit.never(self._function) else None)  # fmt: skip
@@ -242,10 +261,11 @@ class Maker:
 
     # -- what refused calls show
 
-    def diverged(self, diverged: Diverged, call: Call) -> None:
-        """A replay could not go on after a live operator, which may give another shape from now on."""
+    def diverged(self, diverged: Diverged, call: Call, seconds: float) -> None:
+        """A replay could not go on after a live operator, and so many seconds. That may give another shape from now on."""
         history = diverged.history = self._backoff.history(call.key)
-        self._backoff.diverged(history, call.key, diverged)
+        diverged.told = history.capture.why is None  # else it costs less than the others bring
+        self._backoff.diverged(history, call.key, diverged, seconds)
         reach = None
         with suppress(Refusal), Contained("looked at what the function can reach"):
             reach = self._describer.reach(call)
@@ -264,14 +284,28 @@ class Maker:
             capture.device = refusal.device
         elif isinstance(refusal, Decides) and refusal.site not in capture.decisive and len(capture.decisive) < _DECISIVE:
             capture.decisive |= {refusal.site}
-        elif self._options.fallback == "split" and can_run_live(refusal.operator) and refusal.operator not in capture.split:
+        elif self._cuts and refusal.operator not in capture.split and self._may_run_live(refusal, history):
             capture.split |= {refusal.operator}
         elif isinstance(refusal, Unmarked) and not describer.marked:
             describer.marked = True
         else:
             return isinstance(refusal, Unseen) and history.refused.refusal is None
+        if self._on_its_own and not isinstance(refusal, (Elsewhere, Unmarked)):
+            self._cut(refusal, history)
         history.begin_again(refusal)
         return True
+
+    def _may_run_live(self, refusal: Refusal, history: History) -> bool:
+        """Whether what is refused is an operator that may run between segments. One that has raised may have been given what is
+        wrong: where nobody has asked for cuts, it has to raise twice where a live call does not."""
+        raised = self._on_its_own and refusal.failed and not history.attempts.failures
+        return can_run_live(refusal.operator) and not raised
+
+    def _cut(self, refusal: Refusal, history: History) -> None:
+        """From now on a call is cut there, and has to show that this pays. It may have to begin again."""
+        self._describer.marked = True
+        history.on_approval(refusal.plain())
+        self._backoff.cuts = history.capture
 
 
 @contextmanager

@@ -46,6 +46,8 @@ class Parts(Binding, Observed):
 
     _watches_sizes = True
     """Whether sizes that grow are noticed, and recordings that are played keep their places."""
+    _measures = True
+    """Whether recordings are timed, and dropped where they are slower than the function."""
 
     def __init__(self, function: Callable[..., object], options: Options) -> None:
         if not isinstance(options, Options):
@@ -54,7 +56,9 @@ class Parts(Binding, Observed):
         self.name = options.name or str(getattr(function, "__qualname__", type(function).__qualname__))
         super().__init__()
         self._counters = counters = Counters()
-        self._report = Report(self.name, counters, error=options.fallback == "error", done=[*_done(function, options)])
+        cuts = options.cuts(measured=self._measures)
+        self._report = Report(self.name, counters, error=options.fallback == "error",
+                              done=[*_done(function, cuts)])  # fmt: skip
         self._gate = Gate(function, final=options.fallback != "error")
         marked, calls = options.fallback == "split", functools.partial(getattr, counters, "calls")
         self._describer = describer = Describer(self.name, function, calls, marked)
@@ -66,7 +70,7 @@ class Parts(Binding, Observed):
                               is_backward=isinstance(function, Backward))  # fmt: skip
         self._trials = Trials(shelf, backoff, counters, describer)
         self._stops = Stops(self._stop, self._doubt)
-        self._maker = Maker(self.name, function, options, counters, describer, shelf, backoff, self._stops)
+        self._maker = Maker(self.name, function, options, counters, describer, shelf, backoff, self._stops, cuts=cuts)
         self._ledger = Ledger(self.name, counters, self._report, self._trials.timeline)
 
     def __repr__(self) -> str:
@@ -214,9 +218,9 @@ def together(recorded: Sequence[Parts], before: Counters) -> Stats:
     return stats_of(map(counted, recorded), devices, before)
 
 
-def _done(function: Callable[..., object], options: Options) -> Iterator[str]:
+def _done(function: Callable[..., object], cuts: bool) -> Iterator[str]:
     """The words of advice that whoever records this so has followed."""
-    if options.fallback == "split":
+    if cuts:
         yield 'fallback="split"'
     module, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(module, torch.nn.Module) and name in (own_call(module).__name__, "forward"):

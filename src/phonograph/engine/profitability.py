@@ -51,6 +51,7 @@ ROUNDS = 3
 _UNLIKE = {True: 2, False: 1}  # first calls of each kind: live ones are looked at more closely, and what they rely on is noted
 NOISE = 1.02
 _CLEARLY = 1.25
+_FAR, _FIRST = 2.0, 2  # so many times as slow are these first calls: there is nothing more to find out
 OPERATOR = 1e-6  # seconds: no operator is called in less
 _COPY = 1e-11  # seconds a byte, where memory is slow
 _SLIGHT = 0.01  # of what a replay takes: where so much at most can be lost, nothing has to be tried
@@ -59,6 +60,8 @@ _PATIENCE = 256  # calls of which none could be counted, after which a recording
 
 class Unrewarding(Refusal):
     """A recording does not pay. Nothing is wrong, and nobody is warned."""
+
+    told = False
 
 
 class Beside(Unrewarding):
@@ -183,9 +186,10 @@ class Samples:
         return f"{played} us and the function itself {live} us (medians of {self.count(True)})"
 
 
-def on_trial(recording: Recording, options: Options, *, averaged: bool = False) -> bool:
-    """Whether a recording has to show that it pays. Its gradients may be `averaged` over ranks as they come."""
-    if options.keep != "pays" or options.fallback == "error" or options.verify or recording.communicates:
+def on_trial(recording: Recording, options: Options, *, averaged: bool = False, cut: bool = False) -> bool:
+    """Whether a recording has to show that it pays. Its gradients may be `averaged` over ranks as they come. What is `cut` is
+    nobody's wish, and no other rank's."""
+    if options.keep != "pays" or options.fallback == "error" or options.verify or (recording.communicates and not cut):
         return False
     if recording.backward is None:
         return not options.is_part
@@ -213,7 +217,11 @@ def gradients_moved() -> int:
 class Trial:
     """Of the recordings of one signature."""
 
-    def __init__(self, player: Player, history: History, *, may_run_live: bool, averaged: bool = False) -> None:
+    def __init__(
+        self, player: Player, history: History, *, may_run_live: bool, averaged: bool = False, cut: Refusal | None = None
+    ) -> None:  # fmt: skip
+        """`cut`: why such calls would run live if they were not cut into segments. Then there is no doubt in their favour."""
+        self.cut = cut
         recording = player.recording
         self.key = recording.key
         self.history = history
@@ -285,15 +293,32 @@ class Trial:
 
     def _next(self) -> Turn:
         if self._idle > _PATIENCE:
-            return Turn.KEEP
+            return self._undecided
+        if self._live and self._rounds == 1 and self._samples.count(True) >= _FIRST:
+            first = self._far_apart()
+            if first is not None:
+                return first
         if self._samples.count(self._live) < SAMPLES * max(1, self._rounds - 1):
             return Turn.GO_ON
         if not self._live:
-            doubt = self._rounds > 1 or (self._may_run_live and self._in_doubt())
-            return Turn.RUN_LIVE if doubt else Turn.KEEP
+            doubt = self._rounds > 1 or (self._may_run_live and (self.cut is not None or self._in_doubt()))
+            return Turn.RUN_LIVE if doubt else self._undecided
         if self._rounds < ROUNDS:
             return Turn.KEEP if self._rounds == 1 and self._samples.slower(True, _CLEARLY) else Turn.PLAY
-        return Turn.DROP if self._samples.slower(False) else Turn.KEEP
+        if self._samples.slower(False):
+            return Turn.DROP
+        return Turn.KEEP if self._samples.slower(True) else self._undecided
+
+    @property
+    def _undecided(self) -> Turn:
+        """What comes of it where neither way is known to be faster."""
+        return Turn.KEEP if self.cut is None else Turn.DROP
+
+    def _far_apart(self) -> Turn | None:
+        """The verdict after a few live calls, if the two ways are far apart."""
+        if self._samples.slower(False, _FAR):
+            return Turn.DROP
+        return Turn.KEEP if self._samples.slower(True, _FAR) else None
 
     def _in_doubt(self) -> bool:
         """Whether the operators might be faster when they are called one by one. They keep the host for some time then; on the
@@ -308,6 +333,10 @@ class Trial:
         """What was found so far; None before a replay was timed."""
         return self._samples.timed(until_next=self._has_backward)
 
-    def verdict(self) -> Unrewarding:
+    def verdict(self) -> Refusal:
         """Why such calls run live from now on."""
-        return Unrewarding(f"a replay takes {self._samples}", 'keep="always" keeps the recording', history=self.history)
+        if self.cut is None:
+            return Unrewarding(f"a replay takes {self._samples}", 'keep="always" keeps the recording', history=self.history)
+        both = self._samples.count(True) and self._samples.count(False)
+        found = f"cut out there, a replay takes {self._samples}" if both else "cut out there, it could not be timed"
+        return Refusal(self.cut.reason, f"{found}; {self.cut.remedy}", self.cut.where, history=self.history)

@@ -75,9 +75,6 @@ class Recorded(Parts, Generic[P, R]):
     Call it like the function it wraps. Use `phonograph.stats`, `phonograph.explain` and `phonograph.reset` on it.
     """
 
-    _measures = True
-    """Whether recordings are timed, and dropped where they are slower than the function."""
-
     def __init__(self, function: Callable[P, R], options: Options) -> None:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
@@ -205,8 +202,7 @@ class Recorded(Parts, Generic[P, R]):
                     return True, self._made_and_played(case)
                 except Refusal as e:
                     with Contained("learned from what was refused"):
-                        if not self._maker.learns(e, case.history, call):
-                            self._lose(e)
+                        if not self._learns(e, case.history, call):
                             raise
                     e.drop_references()
                     return True, self._warm_up(call, args, kwargs)
@@ -276,10 +272,26 @@ class Recorded(Parts, Generic[P, R]):
             raise Refusal("gets a borrowed output, and might have to begin again", "pass a clone", this_call=True)
         return call
 
-    def _lose(self, refusal: Refusal) -> None:
-        """An attempt has come to nothing. (Where something has to run first, it is the first of two.)"""
-        if refusal.this_call or not isinstance(refusal, Unseen):
-            self._backoff.budget.lose(self._attempt, refusal)
+    def _learns(self, refusal: Refusal, history: History, call: Call) -> bool:
+        """Whether the next capture can go another way, and needs a live call before."""
+        attempts, why = history.attempts, history.capture.why
+        if self._maker.learns(refusal, history, call):
+            if history.capture.why is not None:
+                attempts.learning += self._attempt
+                self._backoff.budget.learning += self._attempt
+            return True
+        if refusal.cutting and why is not None:  # which is for us to know: what is to be mended is why there is a cut
+            self._report.remark(f"is not cut, because it {refusal.reason}")
+            refusal.reason, refusal.remedy, refusal.where = why.reason, why.remedy, why.where
+        if refusal.this_call or not isinstance(refusal, Unseen):  # (else it is the first of two)
+            self._backoff.budget.lose(self._attempt + self._learned(history), refusal)
+        return False
+
+    def _learned(self, history: History) -> float:
+        """Seconds of the attempts that have only shown where to cut such calls; from now on they count as this one's."""
+        learning, history.attempts.learning = history.attempts.learning, 0.0
+        self._backoff.budget.learning -= learning
+        return learning
 
     def _raise_refused(self, call: Call, history: History, begun: float) -> None:
         """Raise the refusal of this signature, if its grounds still hold. That is found out since the call has `begun`."""
@@ -343,12 +355,13 @@ class Recorded(Parts, Generic[P, R]):
         ):
             reach, own = self._describer.reach(call), player.recording.program.own_generators
             return verified(self.name, call, reach, self._function, lambda: player.play(call)[0], own)
+        begun = budget.now() if player.may_begin_again else 0.0
         try:
             result, copied = player.play(call)
         except TakenBack as e:
             counters.replayed -= 1
             if isinstance(e, Diverged):
-                self._maker.diverged(e, call)
+                self._maker.diverged(e, call, budget.now() - begun)
                 if e.torn:
                     raise RuntimeError(e.torn) from None
             raise
@@ -383,7 +396,7 @@ class Recorded(Parts, Generic[P, R]):
             self._attempt = budget.now() - begun
             self._backoff.budget.attempted(self._attempt)
         with Contained("noted what was recorded"):
-            player.seconds, player.cost, player.why = seconds(), self._attempt, why
+            player.seconds, player.cost, player.why = seconds(), self._attempt + self._learned(history), why
             player.saves = history.timed.saves if history.timed is not None else None
             figures.recorded(self.name, player)
         return player
@@ -396,8 +409,8 @@ class Recorded(Parts, Generic[P, R]):
             recording, averaged = player.recording, loses_overlap(player.recording)
             if averaged:
                 self._report.remark(_AT_ONCE)
-            untried = self._measures and not history.pays and call.key not in self._backoff.on_trial
-            if untried and on_trial(recording, self.options, averaged=averaged):
+            untried = self._measures and not history.pays
+            if untried and on_trial(recording, self.options, averaged=averaged, cut=history.capture.why is not None):
                 self._trials.begin(player, history, averaged=averaged)
         return player
 
@@ -449,7 +462,10 @@ class Recorded(Parts, Generic[P, R]):
                 timed.begin()
             begun = budget.now()
             result = self._function(*args, **kwargs)
-        self._backoff.budget.ran(budget.now() - begun)
+        took = budget.now() - begun
+        if history is not None and notes is not None:
+            history.divergence.lost += self._backoff.budget.beyond_usual(took)
+        self._backoff.budget.ran(took)
         if history is not None:
             history.live.ended = True
         return result

@@ -18,7 +18,6 @@ from ..python.origin import is_users, users_level, users_line
 from ..python.places import place
 from ..state.reentrancy import inside
 from ..statistics import Counters, Stats, logger
-from .profitability import Unrewarding
 
 __all__ = ["Report", "stats_of"]
 
@@ -54,7 +53,7 @@ class Report:
         """Count a reason, and tell it the first time."""
         if self._counters.ran_live(refusal.reason, measures=refusal.measures):
             told = self.reasons[refusal.reason] = self._undone(refusal.at(users_line()))
-            self._tell("runs live", told, warns=not self._error and not isinstance(told, Unrewarding))
+            self._tell("runs live", told, warns=not self._error and told.told)
 
     def _undone(self, refusal: Refusal) -> Refusal:
         """The same without advice that was followed."""

@@ -50,10 +50,14 @@ class Trials:
         return [player for trial in self for player in trial.aside]
 
     def begin(self, player: Player, history: History, *, averaged: bool) -> None:
-        """Put a recording on trial. Calls run live for it where there is memory for both."""
+        """Put a recording on trial, if none of its signature is. Calls run live for it where there is memory for both."""
+        cut = history.capture.why if player.recording.live_parts or player.recording.numbers else None
+        if (known := self._by_key.get(player.recording.key)) is not None:
+            known.cut = known.cut or cut
+            return
         spare: int = device_for(player.recording.device).spare
         tries = averaged or watched()  # in any case; who asks for a page wants to see both
-        trial = Trial(player, history, may_run_live=player.recording.footprint.nbytes <= spare, averaged=tries)
+        trial = Trial(player, history, may_run_live=player.recording.footprint.nbytes <= spare, averaged=tries, cut=cut)
         self._by_key[trial.key] = trial
         self.timing = True
 
@@ -120,7 +124,7 @@ class Trials:
             for player in aside or self._shelf.of(trial.key):
                 player.saves = timed.saves if timed is not None else None
         if turn is Turn.DROP:
-            self._shelf.close(aside)
+            self._shelf.close(aside or self._shelf.take(trial.key))
             self._backoff.refuse(trial.history, trial.verdict(), trial.grounds)
         else:
             self._shelf.put_back(trial.key, aside)

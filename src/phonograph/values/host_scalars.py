@@ -100,7 +100,9 @@ def without(result: object, given: Set[int]) -> tuple[object, list[torch.Tensor]
         return result, []
     once = [*map(identity, containers(result))]
     if len({*once}) < len(once) or not given.isdisjoint(once):
-        raise Refusal("returns a container that outlives the call, or one twice", "return new containers")
+        refusal = Refusal("returns a container that outlives the call, or one twice", "return new containers")
+        refusal.cutting = True
+        raise refusal
     return unflatten(shape, iter([found.get(i, x) for i, x in enumerate(leaves)])), [*found.values()]
 
 

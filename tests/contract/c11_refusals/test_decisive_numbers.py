@@ -180,7 +180,7 @@ def test_c02_what_was_drawn_and_written_before_such_a_number_is_taken_back(devic
 
 
 def test_c11_without_split_such_a_call_runs_live(device):
-    f = pg.record(lambda x: x * 2 if (x > 0).all() else x - 1)
+    f = pg.record(lambda x: x * 2 if (x > 0).all() else x - 1, fallback="live")
     for n in range(4):
         assert_same(f(ramp(device, 3, start=n) + 1), (ramp(device, 3, start=n) + 1) * 2)
     assert pg.stats(f).replayed == 0

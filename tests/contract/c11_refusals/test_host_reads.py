@@ -46,7 +46,7 @@ def test_c11_what_a_distribution_reads_otherwise(device):
     """Turning its checks off would not help."""
     x = torch.tensor([0.2, 0.8], device=device)
     kind = torch.distributions.Categorical(x, validate_args=False)
-    f = pg.record(lambda x: x * kind.sample().item(), warmup=0)
+    f = pg.record(lambda x: x * kind.sample().item(), warmup=0, fallback="live")
     f(x)
     assert "reads a tensor's value on the host" in reasons(f)
     assert "validate_args" not in reasons(f)
@@ -57,10 +57,13 @@ def test_c11_a_mask_of_which_torch_asks_whether_it_is_causal(device):
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).to(device)
     x = torch.ones(2, 4, 8, device=device)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(4, device=device)
-    f, g = (pg.record(lambda x, mask, kw=kw: encoder(x, mask=mask, **kw), warmup=0) for kw in ({}, {"is_causal": True}))
+    f, g = (
+        pg.record(lambda x, mask, kw=kw: encoder(x, mask=mask, **kw), warmup=0, fallback="live")
+        for kw in ({}, {"is_causal": True})
+    )
     f(x, mask)
     assert "pass is_causal as well as the mask" in reasons(f)
-    held = pg.record(lambda x: encoder(x, mask=mask), warmup=0)
+    held = pg.record(lambda x: encoder(x, mask=mask), warmup=0, fallback="live")
     for recorded, args in ((g, (x, mask)), (held, (x,))):
         recorded(*args)
         assert pg.stats(recorded).recorded == 1, reasons(recorded)

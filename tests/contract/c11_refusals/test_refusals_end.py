@@ -113,7 +113,7 @@ FLAGS = [by_global, by_closure, by_settings, by_dictionary, by_method, by_functi
 @may_run_live
 @pytest.mark.parametrize("make", FLAGS)
 def test_c11_a_host_check_that_is_switched_off(device, make):
-    both, change = changeable(make)
+    both, change = changeable(make, fallback="live")
     x = ramp(device, 4)
     assert_runs_live(both, x)
     change(False)
@@ -171,7 +171,7 @@ def test_c11_split_where_the_cause_is_gone(device):
 
 @may_run_live
 def test_c11_a_flag_that_flips_in_each_call_is_captured_once(device):
-    both, change = changeable(by_closure)
+    both, change = changeable(by_closure, fallback="live")
     x = ramp(device, 4)
     for n in range(60):
         change(n % 2 == 0)
@@ -190,7 +190,7 @@ def test_c11_a_value_that_is_new_in_each_call_is_tried_a_few_times(device, monke
     def make():
         return lambda x: -x if x.sum().item() < settings.limit else x * 2
 
-    both = side_by_side(make)
+    both = side_by_side(make, fallback="live")
     x = ramp(device, 4)
     for n in range(400):
         settings.limit = -n
@@ -254,7 +254,7 @@ def test_c11_a_refusal_stands_only_for_calls_that_decide_as_the_refused_one_has(
 
     steps = [Steps(), Steps()]
     made = iter(steps)
-    both = side_by_side(lambda: next(made).step)
+    both = side_by_side(lambda: next(made).step, fallback="live")
     for n in range(200):
         for one in steps:
             one.kind = "warm" if n < 20 else "trained"
@@ -274,7 +274,7 @@ def test_c11_a_number_that_is_given_decides_whether_a_refusal_stands(device):
         y = x * n
         return y * y.sum().item() if n % 10 == 0 else y * flag
 
-    g = pg.record(f)
+    g = pg.record(f, fallback="live")
     for n in range(1, 100):
         flag = 2.0 if n < 60 else 3.0
         assert_same(g(ramp(device, 3), n, flag), f(ramp(device, 3), n, flag))

@@ -133,7 +133,7 @@ def test_c11_a_refused_function_is_right_in_each_call(device, function):
 @may_run_live
 @every_sync
 def test_c11_the_reason_names_the_operator_and_the_users_own_line(device, function):
-    f = pg.record(function, warmup=1)
+    f = pg.record(function, warmup=1, fallback="live")
     for n in range(4):
         f(ramp(device, 4, start=n))
     said = reasons(f)
@@ -153,7 +153,7 @@ def test_c11_fallback_error_raises_with_the_same_reason(device, function):
 
 
 def test_c11_the_warning_is_given_once_with_operator_line_and_remedy(device):
-    f = pg.record(item, warmup=1)
+    f = pg.record(item, warmup=1, fallback="live")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(6):
@@ -166,7 +166,7 @@ def test_c11_the_warning_is_given_once_with_operator_line_and_remedy(device):
 
 
 def test_c11_the_warning_points_at_the_users_code(device):
-    f = pg.record(item, warmup=1)
+    f = pg.record(item, warmup=1, fallback="live")
     with pytest.warns(pg.RunsLive) as said:
         called(f, 3, ramp(device, 3))
     assert said[0].filename == __file__
@@ -188,7 +188,7 @@ def test_c11_only_the_signature_that_cannot_be_recorded_runs_live(device):
     def sometimes(x, sync):
         return x * x.sum().item() if sync else x * 2
 
-    both = plain(sometimes)
+    both = plain(sometimes, fallback="live")
     for n in range(8):
         both(ramp(device, 3, start=n), sync=True)
         both(ramp(device, 3, start=n), sync=False)

@@ -40,7 +40,7 @@ def reference(model):
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 def test_c11_a_model_that_was_trained_first_is_recorded_in_its_evaluation(device, without_gradients):
     eager = Checked(device)
-    model = pg.record(reference(eager))
+    model = pg.record(reference(eager), fallback="live")
     for _ in range(3):
         for one in (eager, model):
             one.train()
@@ -71,7 +71,7 @@ def logs(module, args, result):
 @may_run_live
 def test_c11_a_hook_that_is_removed(device):
     eager = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).to(device)
-    model = pg.record(reference(eager))
+    model = pg.record(reference(eager), fallback="live")
     x = ramp(device, 2, 4)
     handle = model[0].register_forward_hook(logs)
     for _ in range(4):
@@ -117,7 +117,7 @@ def test_c11_a_layer_that_is_replaced(device):
         def forward(self, x):
             return x[x > 0]
 
-    model = pg.record(torch.nn.Sequential(torch.nn.Linear(4, 4), Positive()).to(device))
+    model = pg.record(torch.nn.Sequential(torch.nn.Linear(4, 4), Positive()).to(device), fallback="live")
     x = ramp(device, 2, 4)
     with torch.no_grad():
         for _ in range(4):
@@ -189,7 +189,7 @@ def test_c11_each_instance_of_a_method_has_refusals_of_its_own(device):
         def __init__(self, checks):
             self.checks = checks
 
-        @pg.record
+        @pg.record(fallback="live")
         def step(self, x):
             return -x if self.checks and x.sum().item() < 0 else x * 2
 
@@ -208,7 +208,7 @@ def test_c11_each_instance_of_a_method_has_refusals_of_its_own(device):
 @may_run_live
 def test_c12_a_refusal_keeps_no_tensor_that_the_user_has_replaced(device):
     settings = types.SimpleNamespace(cache=torch.zeros(8, device=device))
-    f = pg.record(lambda x: x * (settings.cache.sum() + x[:1] * 0).item())
+    f = pg.record(lambda x: x * (settings.cache.sum() + x[:1] * 0).item(), fallback="live")
     x = ramp(device, 4)
     for _ in range(4):
         f(x)

@@ -130,7 +130,7 @@ def test_c12_a_model_that_runs_live_is_told_at_the_users_line(device):
         def forward(self, x):
             return x if x.sum().item() > 0 else -x
 
-    net = pg.record(Net())
+    net = pg.record(Net(), fallback="live")
     x = torch.ones(2, device=device)
     net(x)
     with pytest.warns(pg.RunsLive) as said:
@@ -159,7 +159,7 @@ def installed(directory, name):
 def test_c11_a_package_that_reads_a_number_is_to_be_called_outside(device, tmp_path):
     """Nobody is told to change code of a package; what is told works."""
     normalised = installed(tmp_path, "averages.py")["normalised"]
-    inside, outside = pg.record(lambda x: normalised(x * 2)), pg.record(lambda x: x * 2)
+    inside, outside = pg.record(lambda x: normalised(x * 2), fallback="live"), pg.record(lambda x: x * 2, fallback="live")
     for n in range(4):
         x = ramp(device, 3, start=n)
         assert_same(inside(x), normalised(outside(x)))
@@ -263,7 +263,7 @@ def test_c11_own_code_that_reads_a_number_is_to_keep_it_on_the_device(device):
 @may_run_live
 def test_c11_a_graph_layer_that_looks_for_loops(device, tmp_path):
     without_loops = installed(tmp_path, "torch_geometric/utils/loop.py")["without_loops"]
-    f = pg.record(lambda edges: without_loops(edges) + 0)
+    f = pg.record(lambda edges: without_loops(edges) + 0, fallback="live")
     for _ in range(3):
         assert f(torch.tensor([[0, 1, 2], [1, 1, 0]], device=device)).tolist() == [[0, 2], [1, 0]]
     assert "add_self_loops=False" in reasons(f)

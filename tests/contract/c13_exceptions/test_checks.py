@@ -389,7 +389,7 @@ def test_c11_a_check_after_much_was_written(device, monkeypatch):
             raise ValueError(f"{x.min().item()} is negative")
         return x * 2
 
-    g = pg.record(f)
+    g = pg.record(f, fallback="live")
     for x in (ramp(device, 3),) * 3 + (-ramp(device, 3) - 1, ramp(device, 3)):
         assert_same(came_to(g, x), came_to(f, x))
     assert count.item() == 10
@@ -452,7 +452,7 @@ def test_c11_an_answer_of_your_own_that_decides_is_no_check(device):
         return x * 2
 
     for program in (warned, caught):
-        g = pg.record(program)
+        g = pg.record(program, fallback="live")
         for x in (ramp(device, 3),) * 3 + (-ramp(device, 3) - 1,):
             assert_same(came_to(g, x), came_to(program, x))
         assert pg.stats(g).recorded == 0
@@ -507,7 +507,7 @@ def test_c11_what_torch_decides_by_a_value_is_no_check(device):
     def f(x):
         return D.VonMises(x, x.exp()).sample()
 
-    g = pg.record(f)
+    g = pg.record(f, fallback="live")
     for x in (ramp(device, 3),) * 3:
         torch.manual_seed(0)
         a = g(x)

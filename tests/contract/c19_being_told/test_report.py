@@ -149,7 +149,7 @@ def test_c19_a_reason_shows_its_line(device, tmp_path):
         doubled = x * 2
         return doubled * doubled.sum().item()  # here
 
-    f = pg.record(reads)
+    f = pg.record(reads, fallback="live")
     for _ in range(3):
         f(ramp(device, 3))
     pg.report(tmp_path / "page.html")

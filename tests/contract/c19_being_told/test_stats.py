@@ -32,7 +32,7 @@ def test_c19_copied_bytes_are_counted(device):
 
 @may_run_live
 def test_c19_refusals_are_counted_by_reason(device):
-    f = pg.record(lambda x: x * x.sum().item(), warmup=1)
+    f = pg.record(lambda x: x * x.sum().item(), warmup=1, fallback="live")
     for _ in range(5):
         f(ramp(device, 3))
     refusals = pg.stats(f).refusals
@@ -45,8 +45,8 @@ def test_c19_explain_says_what_and_why(device):
     def named_function(x):
         return x * x.sum().item()
 
-    f = pg.record(named_function, warmup=1)
-    g = pg.record(lambda x: x * 2, warmup=1, name="my step")
+    f = pg.record(named_function, warmup=1, fallback="live")
+    g = pg.record(lambda x: x * 2, warmup=1, name="my step", fallback="live")
     for _ in range(3):
         f(ramp(device, 3))
         g(ramp(device, 3))
@@ -59,8 +59,8 @@ def test_c19_explain_says_what_and_why(device):
 @may_run_live
 def test_c19_the_phonograph_logger_is_told(device, caplog):
     with caplog.at_level(logging.DEBUG, "phonograph"):
-        f = pg.record(lambda x: x * x.sum().item(), warmup=1)
-        g = pg.record(lambda x: x * 2, warmup=1)
+        f = pg.record(lambda x: x * x.sum().item(), warmup=1, fallback="live")
+        g = pg.record(lambda x: x * 2, warmup=1, fallback="live")
         for _ in range(4):
             f(ramp(device, 3))
             g(ramp(device, 3))
@@ -72,7 +72,7 @@ def test_c19_the_phonograph_logger_is_told(device, caplog):
 @may_run_live
 def test_c19_a_reason_is_one_message(device, caplog):
     """Who has a logger that shows what happens is not told in a warning and there."""
-    f = pg.record(lambda x: x * x.sum().item(), warmup=1)
+    f = pg.record(lambda x: x * x.sum().item(), warmup=1, fallback="live")
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -82,7 +82,7 @@ def test_c19_a_reason_is_one_message(device, caplog):
 
 
 def test_c19_a_second_reason_of_one_function_is_warned_too(device):
-    f = pg.record(lambda x, how: x * x.sum().item() if how else x.nonzero(), warmup=1)
+    f = pg.record(lambda x, how: x * x.sum().item() if how else x.nonzero(), warmup=1, fallback="live")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(4):

@@ -106,7 +106,7 @@ def test_c21_what_was_refused_has_no_doors(device, untouched):
         plain(x)
         return model.weight.sum().item() * x.sum().item()
 
-    recorded = pg.record(step)
+    recorded = pg.record(step, fallback="live")
     for _ in range(6):
         recorded(ramp(device, 2, 4))
         gc.collect()

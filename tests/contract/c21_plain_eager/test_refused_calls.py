@@ -290,7 +290,7 @@ def test_c21_sizes_that_are_new_each_time(device, case, reads, done):
 
 
 def test_c21_many_kinds_that_run_live_beside_one_that_is_recorded(device, done):
-    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item())
+    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item(), fallback="live")
     generator = torch.Generator().manual_seed(0)
     sizes = [1, *range(3, 83)]
     for n in [1] * 3 + sizes * 3:
@@ -305,7 +305,7 @@ def test_c21_many_kinds_that_run_live_beside_one_that_is_recorded(device, done):
 
 @pytest.mark.parametrize("often", [1, 2, 5])
 def test_c11_what_can_be_recorded_is_found_among_many_that_cannot(device, often):
-    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item())
+    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item(), fallback="live")
     for _ in range(100):
         f(ramp(device, 3))
     for n in range(400):
@@ -344,7 +344,7 @@ def _captures(monkeypatch):
 
 def test_c11_of_many_sizes_that_cannot_be_recorded_few_are_tried(device, monkeypatch):
     made = _captures(monkeypatch)
-    f, text = pg.record(lambda x: x * x.sum().item()), ramp(device, 1, 500)
+    f, text = pg.record(lambda x: x * x.sum().item(), fallback="live"), ramp(device, 1, 500)
     for _ in range(3):
         for n in range(3, 120):
             x = text[:, :n].clone()[:, -8:]
@@ -353,7 +353,7 @@ def test_c11_of_many_sizes_that_cannot_be_recorded_few_are_tried(device, monkeyp
 
 
 def test_c11_a_size_that_can_be_recorded_among_many_that_cannot(device, monkeypatch):
-    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item())
+    f = pg.record(lambda x: x * 2 if x.numel() == 1 else x * x.sum().item(), fallback="live")
     for n in [9, 4, 17, 6, 31, 12, 5, 22, 3] * 3:
         x = ramp(device, n)
         assert_same(f(x), x * x.sum().item())
