@@ -20,10 +20,10 @@ from .._torch.tensors import storage_at
 from ..capture.breaks import Break, Decision, Done, MarkedBreak, Torn
 from ..capture.recording import Program, Tensors, Work
 from ..errors import Refusal
-from ..guards.gradients import Grads
-from ..guards.hyperparameters import Dials
 from ..memory.spans import Spans
 from ..python.putting_back import put_back
+from ..slots.gradients import Grads
+from ..slots.table import Table
 from ..state.rng import put
 
 __all__ = ["Diverged", "Segments", "TakenBack"]
@@ -87,12 +87,8 @@ class Segments:
         self.waits: str = next(filter(None, (p.waits for p in programs)), "")
         self.own_generators: Sequence[torch.Generator] = list(dict.fromkeys(g for p in programs for g in p.own_generators))
         self.outs: tuple[torch.Tensor, ...] = ()
-        self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
-        self.dials: Dials | None = None
         self._dials_fit = True
         self._turned = False  # hyper-parameters have been set in this run
-        self.versions: Callable[[], Mapping[int, int]] = dict
-        self.grads: Grads | None = None
         self.stopped = False  # the last run, by an exception of what is live between segments
         with torch.inference_mode(False), torch.no_grad():
             # By address, as the programs have it: to hold a gradient would look like somebody who keeps it.
@@ -100,26 +96,30 @@ class Segments:
             self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in places]
         self._generators = generators
 
+    def exchanges(self, table: Table) -> None:
+        """With what, outside, the recording has to do whose program this is. (The table knows the program, which must not be
+        garbage of a circle.)"""
+        self._constants, self._gradients, self._dials = table.constants, table.gradients, table.numbers.dials
+
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
         self.outs = outs
         self.programs[-1].copies(outs)
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         self.stopped, self._dials_fit, self._turned, self.ran = False, True, False, 0
-        before = self._before()
-        disturbed = self.disturbing()
+        before, dials = self._before(), self._dials
+        disturbed = self._constants.disturbing(self._gradients)
         done: list[Done] = []
-        counts = self.dials.counts if self.dials is not None else None
-        if counts:
-            counts.begin()
+        if dials.counts:
+            dials.counts.begin()
         targets = self._run_program(0, sources, before)
         for number, live in enumerate(self.breaks):
-            if self.dials is not None and counts:
-                self.dials.advance(number)
-                counts.leave()
+            if dials.counts:
+                dials.advance(number)
+                dials.counts.leave()
             if live.grads:
                 _give(live.grads)
-                disturbed = self.disturbing()
+                disturbed = self._constants.disturbing(self._gradients)
             other, torn = self._run_live(live, done, disturbed, before.versions)
             if other or torn or disturbed():
                 diverged = Diverged(live, other or "changes what the function relies on", done, torn)
@@ -147,21 +147,21 @@ class Segments:
 
     def _before(self) -> _Before:
         marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
-        grads = self.grads if marked else None
+        grads = self._gradients if marked else None
         if grads is not None:
             grads.show()
         kept = [*zip(grads.parameters, grads.read(), strict=True)] if grads is not None else []
         with torch.no_grad():
             written = [t.clone() for t in self._written]
         states = [g.get_state() for g in self._generators]
-        return _Before(grads, kept, written, states, self.versions() if marked else {})
+        return _Before(grads, kept, written, states, self._constants.versions() if marked else {})
 
     def _run_live(
         self, live: Break, done: list[Done], disturbed: Callable[[], bool], versions: Mapping[int, int]
     ) -> tuple[str, str]:  # fmt: skip
         """Run what is live between two segments. Returns what is another than before, if anything is, so that the replay cannot
         go on; and what must not be done a second time, if a live call from the beginning would."""
-        counts = self.dials.counts if self.dials is not None else None
+        counts = self._dials.counts
         try:
             other, torn = live.run(done, self._generators), ""
             self._turned = self._follow_dials() or self._turned
@@ -186,17 +186,18 @@ class Segments:
 
     def _follow_dials(self) -> bool:
         """Whether hyper-parameters have been set: later segments work with the new ones."""
-        if not self.dials or not self.dials.turned(running=True):
+        dials = self._dials
+        if not dials or not dials.turned(running=True):
             return False
-        self._dials_fit = self.dials.fit()
+        self._dials_fit = dials.fit()
         if self._dials_fit:
-            self.set_numbers(self.dials.numbers())
+            self.set_numbers(dials.numbers())
         return True
 
     def _written_by_the_way(self, versions: Mapping[int, int], done: Sequence[Done]) -> bool:
         """Whether marked functions have written tensors outside that they were not given."""
         own = frozenset[int]().union(*(one.own for one in done))
-        now = self.versions()
+        now = self._constants.versions()
         return any(now.get(i, version) != version for i, version in versions.items() if i not in own)
 
     def _undo(self, before: _Before) -> None:
@@ -205,8 +206,8 @@ class Segments:
                 t.copy_(value)
         for g, state in zip(self._generators, before.states, strict=True):
             put(g, state)
-        if self.dials is not None and self.dials.counts:
-            self.dials.counts.take_back()
+        if counts := self._dials.counts:
+            counts.take_back()
         _give(before.kept)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
