@@ -43,6 +43,13 @@ class Player:
         self.device = device
         self._table = table = recording.table
         self._inputs, self._ready, self._fill, self._leave = table.inputs, table.ready, table.fill, table.leave
+        self.broken = table.fits
+        """Name of the first guard that fails; None if all hold. Held outputs are another question: `held`."""
+        self.take = table.numbers.take
+        """Sets the followed numbers to those among the arguments of a call."""
+        self.grads_held, self.grads_gone = table.gradients.held, table.gradients.gone
+        """Whether the caller holds a gradient that a replay would overwrite, where eager would have made a new one; and whether
+        none of its parameters has one."""
         self._copied = table.inputs.copied if len(table.inputs.copied) < len(table.inputs.slots) else None
         self._reads = recording.reads
         self._run: Callable[..., list[torch.Tensor]] = recording.program.run
@@ -81,25 +88,9 @@ class Player:
 
     # -- may it be played?
 
-    def take(self, call: Call) -> None:
-        """Set the followed numbers to those among the arguments of this call."""
-        self._table.numbers.take(call)
-
-    def broken(self) -> str | None:
-        """Name of the first guard that fails; None if all hold. Held outputs are another question: `held`."""
-        return self._table.fits()
-
     def ready(self, tensors: Tensors) -> bool:
         """Whether a known call with these arguments may be played."""
         return self.played < self.due and not (self.recording.rivals and self.held()) and self._ready(tensors)
-
-    def grads_held(self) -> bool:
-        """Whether the caller holds a gradient that a replay would overwrite. (Eager would have made a new one.)"""
-        return self._table.gradients.held()
-
-    def grads_gone(self) -> bool:
-        """Whether all of its parameters have no gradient."""
-        return self._table.gradients.gone()
 
     def held(self) -> bool:
         """Whether a replay would overwrite a live lease. About 0.2 us for each lease in its footprint."""

@@ -111,7 +111,7 @@ class Settlement:
         return Table(
             Memories([o.memory for o in self._outputs if isinstance(o, Aliased)], _written_outside(watch)),
             Draws(program.amiss, watch.drew, watch.drops_out),
-            Numbers(dials, program.set_numbers),
+            Numbers(dials, program),
             Constants(self._relied, self._snapshot, dials, fixed),
             gradients,
             Inputs(self._slots, returned.written, request.device.pool),

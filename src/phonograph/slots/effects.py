@@ -27,10 +27,8 @@ class Effects(Column):
         """`settings` are plain values that are set, `edits` changes of containers among the arguments, and `gained` the numbers
         of arguments that get a gradient."""
         self.left, self.settings, self.edits, self.gained = left, settings, edits, gained
-        self._plain = [(one.spot.put, one.new) for one in settings]
         self._counted = False  # after this run
-        self._puts = [(one.of, one.name) for one in left.puts]
-        self.takes_results = bool(self._puts or edits or gained)
+        self.takes_results = bool(left.puts or edits or gained)
         """Whether some results are left somewhere."""
 
     def fill(self) -> Sequence[Step]:
@@ -40,7 +38,7 @@ class Effects(Column):
         self._counted = False
 
     def leave(self) -> Sequence[Step]:
-        return [self._set] if self.left.counts or self._plain else []
+        return [self._set] if self.left.counts or self.settings else []
 
     def _set(self) -> None:
         if not self._counted:
@@ -49,8 +47,8 @@ class Effects(Column):
                 assert own is not None
                 own[count.name] += count.by
             self._counted = True
-        for put_there, value in self._plain:
-            put_there(value)
+        for one in self.settings:
+            one.spot.put(one.new)
 
     def break_off(self, run: Broken) -> None:
         if run.shows:
@@ -65,13 +63,13 @@ class Effects(Column):
             made, gradients = made
         if self.edits:
             made, edited = made
-        if self._puts:
+        if self.left.puts:
             made, values = made
-        for (of, name), value in zip(self._puts, values, strict=True):
-            if name is APPENDED:
-                of.append(value)
+        for one, value in zip(self.left.puts, values, strict=True):
+            if one.name is APPENDED:
+                one.of.append(value)
             else:
-                put(of, name, value)
+                put(one.of, one.name, value)
         if self.left.behind:
             states.opened()
         for i, gradient in zip(self.gained, gradients, strict=True):

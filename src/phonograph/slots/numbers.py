@@ -4,7 +4,8 @@ among its parameters; what the call has decided by them has to be decided so aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from typing import Protocol
 
 from ..call.signature import Call
 from ..guards.hyperparameters import Dials
@@ -13,13 +14,16 @@ from .column import Broken, Check, Column, Step
 __all__ = ["Numbers"]
 
 
+class _Program(Protocol):
+    def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]: ...
+
+
 class Numbers(Column):
     """The numbers that one recording follows."""
 
-    def __init__(self, dials: Dials, set_numbers: Callable[[dict[float, float]], Set[float]]) -> None:
-        """`set_numbers` is the program's."""
+    def __init__(self, dials: Dials, program: _Program) -> None:
         self.dials = dials
-        self._set_numbers = set_numbers
+        self._program = program
         self._turned = False  # they are others than the program has
         self._moves = bool(dials.counts or dials.advanced)
 
@@ -41,7 +45,7 @@ class Numbers(Column):
 
     def _set(self) -> None:
         if self._turned:
-            self._set_numbers(self.dials.numbers())
+            self._program.set_numbers(self.dials.numbers())
             self._turned = False
 
     def leave(self) -> Sequence[Step]:

@@ -72,7 +72,7 @@ PLACES = {
     "settle": (None, "settle"),
     "pool": (Pool, "add"),
     "shelf": (Shelf, "add"),
-    "enter": (Player, "_enter"),
+    "play": (Player, "play_flat"),
     "terms": (making, "settled"),
 }
 
