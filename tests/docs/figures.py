@@ -78,7 +78,7 @@ HOT = (
     ("f(x)", "the recorded function", "engine/recorded.py"),
     ("signature", "which call is this?", "call/signature.py"),
     ("shelf", "is there a recording of it?", "engine/shelf.py"),
-    ("guards", "is what it relies on unchanged?", "guards/reliances.py"),
+    ("guards", "is what it relies on unchanged?", "slots/constants.py"),
     ("pool", "does anybody hold what it overwrites?", "memory/pool.py"),
     ("player", "fill the slots, launch, hand out results", "engine/player.py"),
 )

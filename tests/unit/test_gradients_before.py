@@ -8,7 +8,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from phonograph._torch.tensors import storage_id
-from phonograph.guards.gradients import Grads
+from phonograph.slots.gradients import Grads
 
 
 class Ghost:

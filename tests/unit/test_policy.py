@@ -13,13 +13,14 @@ from phonograph.capture.recording import BEGINS_ANEW, MEMORY
 from phonograph.engine import policy as rules
 from phonograph.engine.backoff import ATTEMPTS, CHANGES, FIRST_WAIT, FORGIVEN, UNLUCKY, Backoff
 from phonograph.engine.budget import SHARE
-from phonograph.engine.player import GRAD, uses
+from phonograph.engine.player import uses
 from phonograph.engine.policy import RULES, Policy, Step
 from phonograph.engine.shelf import Shelf
 from phonograph.errors import Refusal, Unseen
 from phonograph.guards.followed_numbers import Following
 from phonograph.memory.spans import Spans
 from phonograph.options import Options
+from phonograph.slots.gradients import GRAD
 from phonograph.statistics import Counters
 from phonograph.values.wording import Naming
 
@@ -30,7 +31,7 @@ class Recording:
     def __init__(self, key):
         self.key, self.recording = key, self
         self.copied, self.backward, self.footprint, self.live_parts = (), None, Spans(), True
-        self.reliances = SimpleNamespace(numbers_changed=list)
+        self.table = SimpleNamespace(constants=SimpleNamespace(numbers_changed=list))
         self.played = self.used = self.cost = 0
         self.saves = None
         self.gone = True

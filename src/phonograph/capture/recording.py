@@ -12,14 +12,14 @@ import torch
 from .._torch.dynamic import Leaves
 from ..call.signature import Call, Key
 from ..errors import Refusal
-from ..guards.attribute_effects import Left
-from ..guards.reliances import Reliances
-from ..guards.snapshot import Setting
 from ..memory.loans import Borrowed
-from ..memory.pool import Lease, Pool
+from ..memory.pool import Lease, Pool, memory_of
 from ..memory.spans import Spans
 from ..python.identity import identity
-from ..values.container_edits import Edit
+from ..slots.column import Tensors
+from ..slots.inputs import Slot
+from ..slots.memories import MEMORY
+from ..slots.table import Table
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to
 from ..values.wording import Naming
@@ -36,16 +36,13 @@ __all__ = [
     "Program",
     "Recording",
     "Replay",
-    "Slot",
     "Tensors",
     "Work",
     "memory_of",
 ]
 
-MEMORY = "the memory that it used"  # as what a recording has lost
 BEGINS_ANEW = "what dropout of cuDNN's draws from, since the generator was seeded"  # by the next live call
 TWICE = "which it can reach by another name as well, or which shares memory with a tensor it writes"  # of an argument
-Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 class Work(NamedTuple):
@@ -102,19 +99,6 @@ class Program(Protocol):
         """Free what it owns."""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """An argument's fixed place."""
-
-    tensor: torch.Tensor
-    borrowed: bool = False
-    """It lies where another recording leaves its output: a chain `g(f(x))` needs no copy."""
-    written: bool = False
-    """It is copied back to the caller's tensor after a replay..."""
-    moved: bool = True
-    """...whose version moves on, unless all that writes it leaves versions alone, as collectives do."""
-
-
 class Made(NamedTuple):
     """Where a tensor that the call created will lie when the program has run: bytes of the pool."""
 
@@ -155,12 +139,6 @@ class Replay:
     """Copies of small results, made by the program."""
     made: Leaves
     """Results so far, by their numbers."""
-
-
-def memory_of(t: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's storage lies, and how many bytes it has."""
-    storage = t.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
 
 
 class Entangled:
@@ -243,38 +221,24 @@ class Recording:
     key: Key
     device: torch.device
     program: Program
-    slots: tuple[Slot, ...]
+    table: Table
+    """What it exchanges with the world."""
     shape: Node | None
     outputs: tuple[Output, ...]
     """Leaves of the result, and after them what some are views of and is no result."""
     leases: tuple[Lease, ...]
     copied: tuple[Lease, ...]
     footprint: Spans
-    reliances: Reliances
-    written_outside: tuple[torch.Tensor, ...]
     effects: str = ""
     """What playing it does besides giving results; "" if it does nothing else."""
-    draws: bool = True
-    """Whether it may draw random numbers."""
-    drops_out: bool = False
-    """Dropout of cuDNN's is drawn in it."""
     communicates: bool = False
     """It communicates with other ranks."""
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Break, ...] = ()
     """Parts that run live between its segments."""
-    left: Left = field(default_factory=Left)
-    """Attributes of objects outside that each replay sets."""
-    edits: tuple[Edit, ...] = ()
-    """Changes that each replay makes in containers among the arguments."""
-    gained: tuple[int, ...] = ()
-    """Numbers of arguments that get a gradient."""
-    written: tuple[int, ...] = ()
-    """Numbers of the arguments' containers that are tensors, and whose parts are written."""
     numbers: tuple[int, ...] = ()
     """Leaves of the result that are numbers, read of tensors."""
-    settings: tuple[Setting, ...] = ()
     retrace: Any = field(default=None, repr=False)
     """What it takes to compare it with the code that it was made of."""
     origins: tuple[tuple[tuple[int, Origin], ...], ...] = field(default=(), repr=False)
@@ -283,12 +247,8 @@ class Recording:
     """Saved memory that it may write once it has read it. The one call whose backward this is may hold that."""
     reads: Any = field(default=None, repr=False)
     """Saved tensors that it reads, as the backward of another."""
-    borrowed_memory: Spans = field(default_factory=Spans, repr=False)
-    """Where borrowed slots lie."""
     entangled: Entangled = field(default_factory=lambda: Entangled(), repr=False)
     """Memory in which no argument may lie."""
-    spoiled: list[str] = field(default_factory=list, repr=False)
-    """Names of what it works with and has lost: its memory, mostly."""
     rivals: list[tuple[int, int, Callable[[], object], int]] = field(default_factory=list, repr=False)
     """Leases that playing it would overwrite, kept current by the pool."""
 
@@ -297,21 +257,30 @@ class Recording:
         """What of its footprint it hands out nothing in: free when it has been played."""
         return self.footprint - Spans((lease.address, lease.nbytes) for lease in self.leases)
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.table.inputs.slots
+
+    @property
+    def borrowed_memory(self) -> Spans:
+        """Where borrowed slots lie."""
+        return self.table.inputs.memory
+
+    @property
+    def spoiled(self) -> list[str]:
+        """Names of what it works with and has lost: its memory, mostly."""
+        return self.table.memories.lost
+
     def __str__(self) -> str:
-        slots = ", ".join(_brief(s) for s in self.slots) or "none"
-        outs = ", ".join(map(str, self.outputs)) or "none"
-        return (
-            f"recording of {self.name} on {self.device}: {self.program.operators} operators\n"
-            f"  slots: {slots}\n  outputs: {outs}\n"
-            + "".join(f"  live between its segments: {part}\n" for part in self.live_parts)
-            + (f"  reads {len(self.numbers)} numbers at its end, which it hands on\n" if self.numbers else "")
-            + "".join(f"  sets {path}\n" for path in [*self.left.paths, *(one.path for one in self.settings)])
-            + (f"  each replay waits for the device: {self.program.waits}\n" if self.program.waits else "")
-            + f"  footprint: {self.footprint.nbytes / (1 << 20):.3g} MiB; relies on {len(self.reliances)} places outside"
-        )
-
-
-def _brief(slot: Slot) -> str:
-    t = slot.tensor
-    marks = "".join([" borrowed" if slot.borrowed else "", " written" if slot.written else ""])
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{marks}"
+        slots, *sets, relies = self.table.explain()
+        lines = [
+            f"recording of {self.name} on {self.device}: {self.program.operators} operators",
+            slots,
+            f"outputs: {', '.join(map(str, self.outputs)) or 'none'}",
+            *[f"live between its segments: {part}" for part in self.live_parts],
+            *[f"reads {len(self.numbers)} numbers at its end, which it hands on"][: bool(self.numbers)],
+            *sets,
+            *[f"each replay waits for the device: {self.program.waits}"][: bool(self.program.waits)],
+            f"footprint: {self.footprint.nbytes / (1 << 20):.3g} MiB; {relies}",
+        ]
+        return "\n  ".join(lines)

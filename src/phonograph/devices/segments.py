@@ -21,10 +21,10 @@ from .._torch.tensors import storage_at
 from ..capture.breaks import Break, Decision, Done, MarkedBreak, Torn
 from ..capture.recording import Program, Tensors, Work
 from ..errors import Refusal
-from ..guards.gradients import Grads
-from ..guards.hyperparameters import Dials
 from ..memory.spans import Spans
 from ..python.putting_back import put_back
+from ..slots.gradients import Grads
+from ..slots.table import Table
 from ..state.rng import put
 
 __all__ = ["FAILS", "Diverged", "Segments", "TakenBack"]
@@ -105,12 +105,8 @@ class Segments:
         self.waits: str = next(filter(None, (p.waits for p in programs)), "")
         self.own_generators: Sequence[torch.Generator] = list(dict.fromkeys(g for p in programs for g in p.own_generators))
         self.outs: tuple[torch.Tensor, ...] = ()
-        self.disturbing: Callable[[], Callable[[], bool]] = lambda: lambda: False  # see `Reliances`
-        self.dials: Dials | None = None
         self._dials_fit = True
         self._turned = False  # hyper-parameters have been set in this run
-        self.versions: Callable[[], Mapping[int, int]] = dict
-        self.grads: Grads | None = None
         self.stopped = False  # the last run, by an exception of what is live between segments
         self.took: list[list[float]] = []
         """Seconds for which each cut has kept the host, in the first runs: to wait for the device, and to run what is live."""
@@ -121,27 +117,31 @@ class Segments:
         self._generators = generators
         self._checked = checked
 
+    def exchanges(self, table: Table) -> None:
+        """With what, outside, the recording has to do whose program this is. (The table knows the program, which must not be
+        garbage of a circle.)"""
+        self._constants, self._gradients, self._dials = table.constants, table.gradients, table.numbers.dials
+
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
         self.outs = outs
         self.programs[-1].copies(outs)
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         self.stopped, self._dials_fit, self._turned, self.ran = False, True, False, 0
-        before = self._before()
-        disturbed = self.disturbing()
+        before, dials = self._before(), self._dials
+        disturbed = self._constants.disturbing(self._gradients)
         done: list[Done] = []
         cuts: list[float] = []
-        counts = self.dials.counts if self.dials is not None else None
-        if counts:
-            counts.begin()
+        if dials.counts:
+            dials.counts.begin()
         targets = self._run_program(0, sources, before)
         for number, live in enumerate(self.breaks):
-            if self.dials is not None and counts:
-                self.dials.advance(number)
-                counts.leave()
+            if dials.counts:
+                dials.advance(number)
+                dials.counts.leave()
             if live.grads:
                 _give(live.grads)
-                disturbed = self.disturbing()
+                disturbed = self._constants.disturbing(self._gradients)
             begun = time.perf_counter()
             other, torn = self._run_live(live, done, disturbed, before.versions)
             cuts.append(time.perf_counter() - begun)
@@ -173,14 +173,14 @@ class Segments:
 
     def _before(self) -> _Before:
         marked = any(isinstance(live, MarkedBreak) for live in self.breaks)
-        grads = self.grads if marked else None
+        grads = self._gradients if marked else None
         if grads is not None:
             grads.show()
         kept = [*zip(grads.parameters, grads.read(), strict=True)] if grads is not None else []
         with torch.no_grad():
             written = [(t, t.clone()) for t in (*self._written, *self._left())]
         states = [g.get_state() for g in self._generators]
-        return _Before(grads, kept, written, states, self.versions() if marked else {})
+        return _Before(grads, kept, written, states, self._constants.versions() if marked else {})
 
     def _left(self) -> list[torch.Tensor]:
         """What earlier runs have left in the memory of the recording (gradients), where a whole run may be taken back."""
@@ -195,7 +195,7 @@ class Segments:
     ) -> tuple[str, str]:  # fmt: skip
         """Run what is live between two segments. Returns what is another than before, if anything is, so that the replay cannot
         go on; and what must not be done a second time, if a live call from the beginning would."""
-        counts = self.dials.counts if self.dials is not None else None
+        counts = self._dials.counts
         try:
             other, torn = live.run(done, self._generators), ""
             self._turned = self._follow_dials() or self._turned
@@ -220,17 +220,18 @@ class Segments:
 
     def _follow_dials(self) -> bool:
         """Whether hyper-parameters have been set: later segments work with the new ones."""
-        if not self.dials or not self.dials.turned(running=True):
+        dials = self._dials
+        if not dials or not dials.turned(running=True):
             return False
-        self._dials_fit = self.dials.fit()
+        self._dials_fit = dials.fit()
         if self._dials_fit:
-            self.set_numbers(self.dials.numbers())
+            self.set_numbers(dials.numbers())
         return True
 
     def _written_by_the_way(self, versions: Mapping[int, int], done: Sequence[Done]) -> bool:
         """Whether marked functions have written tensors outside that they were not given."""
         own = frozenset[int]().union(*(one.own for one in done))
-        now = self.versions()
+        now = self._constants.versions()
         return any(now.get(i, version) != version for i, version in versions.items() if i not in own)
 
     def _undo(self, before: _Before) -> None:
@@ -239,8 +240,8 @@ class Segments:
                 t.copy_(value)
         for g, state in zip(self._generators, before.states, strict=True):
             put(g, state)
-        if self.dials is not None and self.dials.counts:
-            self.dials.counts.take_back()
+        if counts := self._dials.counts:
+            counts.take_back()
         _give(before.kept)
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:

@@ -14,10 +14,10 @@ from ..autograd.saved_hooks import Tracing
 from ..capture.recording import Output
 from ..devices.base import Captured
 from ..errors import Refusal
-from ..guards.gradients import Grads
 from ..guards.unwatchable import NETWORK, in_trainer
 from ..memory.pool import Lease
 from ..memory.spans import Spans
+from ..slots.gradients import Grads
 from ..values.tensor_subclasses import storages
 from . import outputs
 from .capture_terms import Request

@@ -70,7 +70,7 @@ def never(function: object, recording: Recording | None = None) -> str:
         return ""
     if recording.communicates:
         return "it communicates with other ranks"
-    return "it drops out between layers of cuDNN's" if recording.drops_out else ""
+    return "it drops out between layers of cuDNN's" if recording.table.draws.drops_out else ""
 
 
 def said(player: Player) -> str:

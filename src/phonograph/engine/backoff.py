@@ -19,12 +19,12 @@ from ..guards.followed_numbers import Following
 from ..guards.reachable import Reach
 from ..options import Options
 from ..python.identity import identity
+from ..slots.gradients import GRAD
 from ..statistics import Counters
 from ..values.wording import Naming
 from .budget import Budget, Unpaid
 from .history import CaptureTerms, History
 from .novel_signatures import Novelty
-from .player import GRAD
 from .profitability import Trial
 from .resting import Rest
 from .shelf import Key, Shelf

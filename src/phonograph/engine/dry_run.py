@@ -36,7 +36,6 @@ from ..errors import NotPutBack, Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
 from ..guards.carried_state import Carried, Carries, tensors_in
-from ..guards.fed_gradients import hands_on
 from ..guards.followed_numbers import guarding
 from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
@@ -46,6 +45,7 @@ from ..python.loggers import levels
 from ..python.origin import BACKWARD
 from ..python.putting_back import put_back
 from ..python.read_gate import Reads
+from ..slots.fed_gradients import hands_on
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
 from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten

@@ -113,7 +113,7 @@ def relied_on(players: Sequence[Player], mentions: Mentions | None) -> Iterator[
         return
     last = max(players, key=lambda player: player.used)
     seen = set[str]()
-    for name, value in last.recording.reliances.named():
+    for name, value in last.recording.table.constants.named():
         read = name.rpartition(".")[2]
         if type(value) not in _PLAIN or name in seen or read.startswith("_") or not read.isidentifier() or value == read:
             continue

@@ -299,7 +299,7 @@ def _kinds_of(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
 def _needs_arguments(player: Player) -> bool:
     """Whether a result is a container among the arguments, or something is put into one."""
     recording = player.recording
-    return bool(recording.edits) or any(isinstance(o, Container) for o in recording.outputs)
+    return bool(recording.table.effects.edits) or any(isinstance(o, Container) for o in recording.outputs)
 
 
 def _not_transformed() -> bool:

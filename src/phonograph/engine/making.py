@@ -126,7 +126,9 @@ class Maker:
                 player.unaudited = audit.never(self._function, recording)
                 player.due = audit.due_after(0, self._options.audit) if not player.unaudited else player.due
             if recording.backward is not None:
-                player.joint = self._joint(recording.backward, recording, call, history, device, apart, turns, backward_kind)
+                player.results.joint = self._joint(
+                    recording.backward, recording, call, history, device, apart, turns, backward_kind
+                )
             device.pool.add(recording)
         self.entangled |= recording.entangled
         self.devices.add(device)
@@ -144,7 +146,7 @@ class Maker:
             return
         if player not in self._shelf.of(key):
             player.close()
-        elif not isinstance(error, Refusal) and not player.recording.reliances.grads.sealed:
+        elif not isinstance(error, Refusal) and not player.recording.table.gradients.sealed:
             self._shelf.drop(key, lambda one: one is player)
 
     def _joint(

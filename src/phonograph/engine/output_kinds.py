@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,13 +20,11 @@ from ..capture.recording import Output, Replay
 from ..memory.loans import Borrowed, Loan, plain
 from ..memory.pool import Lease, unowned
 from ..memory.views import View
+from ..slots.inputs import AS_IT_IS
 from ..values.formulas import Formula
 
-__all__ = ["AS_IT_IS", "Aliased", "Argument", "Computed", "Container", "Copied", "Empty", "Fresh", "Leased", "Outside", "Same",
+__all__ = ["Aliased", "Argument", "Computed", "Container", "Copied", "Empty", "Fresh", "Leased", "Outside", "Same",
            "Value", "Viewed", "Zero"]  # fmt: skip
-
-AS_IT_IS: AbstractContextManager[None] = nullcontext()
-"""For the inference mode: to set it would cost 1.5 us."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +44,7 @@ class Computed(Output):
     formula: Formula
 
     def make(self, replay: Replay) -> object:
-        return self.formula(replay.recording.reliances.dials.values)
+        return self.formula(replay.recording.table.numbers.dials.values)
 
 
 @dataclass(frozen=True, eq=False)

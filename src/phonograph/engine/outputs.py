@@ -23,12 +23,12 @@ from ..call.signature import Call, attributes
 from ..capture.recording import Output
 from ..devices.base import Captured, Device
 from ..errors import Attached, Refusal
-from ..guards.gradients import Grads
 from ..guards.reachable import Reach
 from ..memory.pool import Lease, dense
 from ..memory.spans import Spans
 from ..memory.views import View, root
 from ..python.identity import identity
+from ..slots.gradients import Grads
 from ..values.counters import Followed
 from ..values.keys import BY_IDENTITY, NoSignature, class_of, plain_key
 from ..values.object_layout import layout_of

@@ -26,10 +26,11 @@ from ..call.signature import Call
 from ..capture.recording import BEGINS_ANEW, MEMORY
 from ..errors import Refusal
 from ..options import Options
+from ..slots.gradients import GRAD
 from ..statistics import Counters
 from .backoff import EVER_NEW, FEW_SHAPES, Backoff, Described
 from .history import History
-from .player import GRAD, uses
+from .player import uses
 from .profitability import gradients_moved
 from .shelf import Shelf
 
@@ -189,7 +190,7 @@ class Policy:
         Where gradients are gone, no such code runs, and a live call would leave gradients at other addresses. But functions
         marked `live` run while gradients are there. So the two kinds of changes are counted apart."""
         for player in self._shelf.of(case.call.key):
-            self._described.following.want(player.recording.reliances.numbers_changed())
+            self._described.following.want(player.recording.table.constants.numbers_changed())
         arrivals = case.history.arrivals
         arrivals.live_since.add(case.broken == GRAD)
         arrivals.turned = {*(arrivals.turned if len(arrivals.turned) < TURNED else ()), *self._other_decisions(case)}

@@ -11,11 +11,11 @@ from .._torch.dynamic import Leaves
 from ..capture.ddp_reducer import Reducers, around
 from ..capture.effects import Starts
 from ..capture.recording import memory_of
-from ..guards.fed_gradients import FedGradients
-from ..guards.gradients import Grads
 from ..guards.snapshot import Snapshot
 from ..memory.spans import Spans
 from ..python.holders import Spot
+from ..slots.fed_gradients import FedGradients
+from ..slots.gradients import Grads
 from .capture_terms import Request
 from .clearance import Clearance, Slots
 from .followed import spots_of
@@ -64,7 +64,7 @@ class Prepared:
         within, leaves = request.terms.placement.within, [t for _, t in reach.all_tensors]
         fed = None
         if request.terms.concessions.feeds:
-            fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.reliances.grads.fed)
+            fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.table.gradients.fed)
         grads = Grads(leaves, device.outlives, [t for _, t in reach.gathered if t.is_leaf], fed)
         snapshot = undo.enter_context(transaction(reach, grads, device.torch_device))
         if fed is not None:

@@ -227,7 +227,7 @@ class Trial:
         self.history = history
         self.device = recording.device
         self._has_backward = recording.backward is not None
-        self._moves_gradients = self._has_backward or bool(recording.reliances.grads.parameters)
+        self._moves_gradients = self._has_backward or bool(recording.table.gradients.parameters)
         self.aside: list[Player] = []  # the recordings, while calls run live
         self.noted = False
         self.grounds: Grounds | None = None  # on which such a call relies, once that was noted

@@ -12,19 +12,24 @@ from ..autograd.backward import Backward
 from ..call.live_function import Marked
 from ..call.signature import Call
 from ..capture.dispatch import OperatorWatch
-from ..capture.recording import Entangled, Output, Recording, Slot, memory_of
+from ..capture.recording import Entangled, Output, Recording, memory_of
 from ..errors import Refusal
 from ..guards.attribute_effects import Left
 from ..guards.carried_state import is_filled
-from ..guards.gradients import Grads
 from ..guards.reachable import Reach
-from ..guards.reliances import Reliances, not_heard
 from ..guards.snapshot import Snapshot
 from ..guards.unwatchable import NETWORK, in_trainer
 from ..memory.pool import Lease
 from ..memory.spans import Spans
 from ..python.identity import identity
 from ..python.loggers import levels
+from ..slots.constants import Constants, not_heard
+from ..slots.draws import Draws
+from ..slots.effects import Effects
+from ..slots.inputs import Inputs, Slot
+from ..slots.memories import Memories
+from ..slots.numbers import Numbers
+from ..slots.table import Table
 from ..values.object_layout import layout_of
 from ..values.pytree_paths import tensors_apart
 from ..values.tensor_subclasses import parts_of_all
@@ -35,9 +40,9 @@ from .capture_terms import Request
 from .evidence import Evidence
 from .followed import check_hyperparameters
 from .judge import Verdict
+from .output_kinds import Aliased
 from .prepared import Prepared
 from .retrace import Retrace
-from .returned import Returned
 
 __all__ = ["Settlement"]
 
@@ -67,48 +72,50 @@ class Settlement:
 
     def recording(self) -> Recording:
         """The recording, when nothing can be refused any more."""
-        request, prepared = self._request, self._prepared
-        captured, behaviour = self._evidence.captured, self._evidence.behaviour
-        watch, left, dials, settings = captured.watch, behaviour.left, self._evidence.dials, self._verdict.settings
-        backward, release, borrow = request.backward, prepared.clearance.release, request.terms.placement.borrow
-        set_there = [*dials.advanced, *(one.spot for one in settings)]
-        not_heard([*map(identity, left.owners), *(spot.at[0] for spot in set_there)])
-        fixed = backward.fixed if backward is not None else frozenset[int]()
-        sets = f"sets {set_there[0].at[1]}" if set_there else ""
+        request, captured, behaviour = self._request, self._evidence.captured, self._evidence.behaviour
+        watch, backward, release = captured.watch, request.backward, self._prepared.clearance.release
+        borrow, table = request.terms.placement.borrow, self._table()
         return Recording(
             name=request.name,
             key=request.call.key,
             device=request.device.torch_device,
             program=captured.program,
-            slots=self._slots,
+            table=table,
             shape=behaviour.returned.shape,
             outputs=self._outputs,
             leases=() if borrow else tuple(self._leases.values()),
             copied=self._copied,
             footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in self._leases.values()),
-            reliances=Reliances(self._relied, self._snapshot, prepared.grads, dials, fixed),
-            written_outside=_written_outside(watch),
-            effects=sets or _effects(watch, self._slots, prepared.grads, left, behaviour.returned),
-            draws=watch.drew,
-            drops_out=watch.drops_out,
+            effects=_effects(watch, table),
             communicates=watch.communicated,
             entangled=self._entangled,
-            borrowed_memory=Spans(
-                memory_of(s.tensor) for s in self._slots if s.borrowed and not isinstance(s.tensor, torch.nn.Parameter)
-            ),
             borrow=borrow,
             backward=self._backward,
             reads=backward.reads if backward is not None else None,
             releases=frozenset() if release is None else frozenset(release.given),
             live_parts=watch.parts,
-            left=left.after(),
-            edits=behaviour.returned.edits,
-            gained=behaviour.returned.gained,
-            written=behaviour.returned.written,
             numbers=behaviour.numbers,
-            settings=settings,
-            retrace=Retrace.of(watch.digest, request.terms, dials),
+            retrace=Retrace.of(watch.digest, request.terms, self._evidence.dials),
             origins=watch.origins.named(request.reach),
+        )
+
+    def _table(self) -> Table:
+        """What the recording exchanges with the world."""
+        request, captured, returned = self._request, self._evidence.captured, self._evidence.behaviour.returned
+        left, dials, settings = self._evidence.behaviour.left, self._evidence.dials, self._verdict.settings
+        program, watch, gradients = captured.program, captured.watch, self._prepared.grads
+        fixed = request.backward.fixed if request.backward is not None else frozenset[int]()
+        results = [o.memory for o in self._outputs if o.memory is not None]
+        gradients.gives(frozenset([storage_id(t) for t in results if has_memory(t)]))
+        not_heard([*map(identity, left.owners), *(spot.at[0] for spot in (*dials.advanced, *(one.spot for one in settings)))])
+        return Table(
+            Memories([o.memory for o in self._outputs if isinstance(o, Aliased)], _written_outside(watch)),
+            Draws(program.amiss, watch.drew, watch.drops_out),
+            Numbers(dials, program),
+            Constants(self._relied, self._snapshot, dials, fixed),
+            gradients,
+            Inputs(self._slots, returned.written, request.device.pool),
+            Effects(left.after(), settings, returned.edits, returned.gained),
         )
 
     def _settle_operators(self) -> None:
@@ -215,15 +222,19 @@ def _written_outside(watch: OperatorWatch) -> tuple[torch.Tensor, ...]:
     return (*written, *watch.made_moved_on())
 
 
-def _effects(watch: OperatorWatch, slots: tuple[Slot, ...], grads: Grads, left: Left, returned: Returned) -> str:
+def _effects(watch: OperatorWatch, table: Table) -> str:
     """What a replay does besides giving results."""
-    if returned.edits or returned.gained:
-        return "changes a container that is an argument" if returned.edits else "leaves a gradient in an argument"
-    if left.paths:
-        return f"sets {left.paths[0]}"
+    effects, gradients = table.effects, table.gradients
+    set_there = [*table.numbers.dials.advanced, *(one.spot for one in effects.settings)]
+    if set_there:
+        return f"sets {set_there[0].at[1]}"
+    if effects.edits or effects.gained:
+        return "changes a container that is an argument" if effects.edits else "leaves a gradient in an argument"
+    if effects.left.paths:
+        return f"sets {effects.left.paths[0]}"
     if watch.written:
         name = watch.known.get(next(iter(watch.written)), "")
         return f"writes {name or 'a tensor that outlives the call'}"
-    if grads.written or any(slot.written for slot in slots):
-        return "changes gradients" if grads.written else "writes an argument"
+    if gradients.written or any(slot.written for slot in table.inputs.slots):
+        return "changes gradients" if gradients.written else "writes an argument"
     return watch.more

@@ -20,10 +20,10 @@ from ..guards import module_epochs as witness
 from ..guards.entries import Entries, Entry, relied, which
 from ..guards.hyperparameters import DECIDES, Decided
 from ..guards.reachable import Reach
-from ..guards.reliances import is_heard_of
 from ..guards.tensor_states import state_of
 from ..python.holders import Holder
 from ..python.identity import identity
+from ..slots.constants import is_heard_of
 from .contained import Contained
 
 __all__ = ["Grounds", "Lasting", "Standing", "grounds_of"]

@@ -23,10 +23,10 @@ from ..call.signature import modes
 from ..call.signature import put_back as put_back_modes
 from ..capture.python_events import users_elsewhere
 from ..errors import Refusal
-from ..guards.gradients import Grads
 from ..guards.reachable import Reach
 from ..guards.snapshot import Snapshot
 from ..python.putting_back import put_back
+from ..slots.gradients import Grads
 from ..state.rng import put
 
 __all__ = ["transaction"]

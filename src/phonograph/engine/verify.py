@@ -33,19 +33,19 @@ __all__ = ["equal", "generators_in", "repeats", "verified"]
 
 def repeats(recording: Recording) -> str | None:
     """The effect of a replay that a live run beside it would have once more; None if there is none."""
-    left = recording.left
+    left = recording.table.effects.left
     appended = [put.path for put in left.puts if put.name is APPENDED]
     if recording.live_parts:
         return "has operators that run live"
     if recording.communicates:
         return "communicates with other ranks"
-    if recording.drops_out:
+    if recording.table.draws.drops_out:
         return "drops out between layers of cuDNN's"
-    if recording.edits:
+    if recording.table.effects.edits:
         return "changes an argument's container"
     if left.counts:
         return f"counts {left.paths[0]}"
-    if recording.reliances.dials.advanced or recording.settings:
+    if recording.table.numbers.dials.advanced or recording.table.effects.settings:
         return "sets an attribute"
     return f"appends to {appended[0]}" if appended else None
 

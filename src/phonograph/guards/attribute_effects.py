@@ -25,20 +25,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .._torch.dynamic import Leaves, Reading, Table, Thing
+from .._torch.dynamic import Reading, Table, Thing
 from .._torch.tensors import has_memory, storage_id
 from ..python.holders import Holder, kept, key_label
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_table, own_dict, table_of
 from ..values.counters import are_numbers, are_plain
 from ..values.host_scalars import Numeral
-from .attribute_epochs import states
-from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, put, tensors_in
+from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, tensors_in
 
 if TYPE_CHECKING:
     from ..python.executed_code import Ran
 
-__all__ = ["APPENDED", "Count", "Found", "Left", "Put", "advance", "before", "kinds", "left_by", "putting"]
+__all__ = ["APPENDED", "Count", "Found", "Left", "Put", "before", "kinds", "left_by"]
 
 APPENDED = MISSING
 """As the name of what is put into a list."""
@@ -279,37 +278,3 @@ def kinds(path: str, of: object, names: Sequence[str]) -> Holder:
         return tuple([type(own.get(n)) for n in names])
 
     return kept(path, read)._replace(named=lambda path, i, _: f"{path}.{names[i]}")
-
-
-def advance(counts: Sequence[Count]) -> None:
-    """A replay has run."""
-    for count in counts:
-        own = own_dict(count.of)
-        assert own is not None
-        own[count.name] += count.by
-
-
-def putting(left: Left, rebuild: Callable[[Leaves], Thing], *, more: int = 0) -> Callable[[Leaves], object]:
-    """What makes the result of a call of its leaves, if they are made into (the result, [what is put somewhere]), within so
-    many `more` such pairs."""
-    where = [(put.of, put.name) for put in left.puts]
-    opened = states.opened if left.behind else None
-
-    def rebuilt(leaves: Leaves) -> object:
-        result, rest = rebuild(leaves), []
-        for _ in range(more):
-            result, last = result
-            rest.append(last)
-        result, tensors = result
-        for (of, name), value in zip(where, tensors, strict=True):
-            if name is APPENDED:
-                of.append(value)
-            else:
-                put(of, name, value)
-        if opened is not None:
-            opened()
-        for last in reversed(rest):
-            result = (result, last)
-        return result
-
-    return rebuilt

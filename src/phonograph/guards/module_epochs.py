@@ -4,7 +4,7 @@ A model has hundreds of modules and parameters; looking at all of them before ea
 replay. Nearly every way to change one goes through a Python method, so those methods are made to leave a note:
 `epoch` moves on whenever something *watched* may have changed, and only then everything is compared in full.
 (Ways around the methods, such as writing into `module._parameters` by hand, are found by a rotating part of the full
-comparison: see `guards/reliances.py`.)
+comparison: see `slots/constants.py`.)
 
 The methods are wrapped at the first recording, and do nothing but the note; modules and parameters that no recording relies
 on pay one set look-up. When `pg.reset` has dropped the last recording, they are torch's own again (`give_back`).

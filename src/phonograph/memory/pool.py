@@ -44,6 +44,7 @@ __all__ = [
     "copy_of",
     "dense",
     "extent",
+    "memory_of",
     "place_of",
     "row_of_bytes",
     "unexpanded",
@@ -117,6 +118,12 @@ def copy_of(t: torch.Tensor) -> torch.Tensor:
     copy = torch.empty(extent(t), dtype=t.dtype, device=t.device).as_strided(t.size(), t.stride())
     unexpanded(copy).copy_(unexpanded(t))
     return copy
+
+
+def memory_of(t: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's storage lies, and how many bytes it has."""
+    storage = t.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def place_of(t: torch.Tensor) -> tuple[Any, ...]:

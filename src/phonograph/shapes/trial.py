@@ -112,7 +112,7 @@ def judged(where: str, pads: Pads, call: Call, padded: Call, player: Player, rea
     if not all(map(_can_show, _padded(pads, args, kwargs))):
         return None
     own = player.recording.program.own_generators
-    with _nothing_drawn([*generators_in(reach), *own] if player.recording.draws else ()):
+    with _nothing_drawn([*generators_in(reach), *own] if player.recording.table.draws.some else ()):
         for rows, fills in _TRIALS:
             first: _Leaves | None = None
             for fill in fills:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import phonograph as pg
-from phonograph.guards import gradients
+from phonograph.slots import gradients
 from tests.helpers import ramp, reasons
 
 OPTIMIZERS = {
@@ -335,7 +335,7 @@ def test_c12_a_first_replay_that_is_taken_back(bad):
 
 def test_c17_slots_go_with_the_recording(device):
     _, gan = trained(device, OPTIMIZERS["Adam"], nothing, pg.record)
-    fed = [p.recording.reliances.grads.fed for p in gan.step._shelf]
+    fed = [p.recording.table.gradients.fed for p in gan.step._shelf]
     slots = [weakref.ref(t) for one in fed if one is not None for t in one._slots.values()]
     del fed
     assert slots

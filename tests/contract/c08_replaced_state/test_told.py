@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph.guards import gradients as of_gradients
 from phonograph.guards import tensor_states
 from phonograph.python import dict_versions as versions
+from phonograph.slots import gradients as of_gradients
 from phonograph.testing import Raised, assert_same
 from tests.helpers import may_run_live, ramp
 
@@ -490,9 +490,9 @@ class Looks:
 
     def over(self, recorded):
         for player in recorded._shelf:
-            reliances = player.recording.reliances
+            constants = player.recording.table.constants
             for name in ("_read_hot", "_alike"):
-                setattr(reliances, name, self._sizing(getattr(reliances, name)))
+                setattr(constants, name, self._sizing(getattr(constants, name)))
 
     def of(self, recorded, x):
         self.count = 0
@@ -606,10 +606,10 @@ def test_c09_what_dictionaries_hold_is_read_only_where_one_has_changed(device, m
     for _ in range(8):
         recorded(x)
     (player,) = recorded._shelf
-    reliances, read = player.recording.reliances, []
-    told = {id(entry) for entries in reliances._told for entry in entries}
-    unchanged = reliances.unchanged
-    monkeypatch.setattr(reliances, "unchanged", lambda entry: (read.append(id(entry)), unchanged(entry))[1])
+    constants, read = player.recording.table.constants, []
+    told = {id(entry) for entries in constants._told for entry in entries}
+    unchanged = constants.unchanged
+    monkeypatch.setattr(constants, "unchanged", lambda entry: (read.append(id(entry)), unchanged(entry))[1])
     for n in range(6):  # equal values in the place of equal ones are no change
         if changed == "global":
             globals()["FACTOR"] = float("1.0")

@@ -11,8 +11,8 @@ from phonograph.devices.cuda.device import CudaDevice
 from phonograph.engine import making
 from phonograph.engine.player import Player
 from phonograph.engine.shelf import Shelf
-from phonograph.guards import gradients as guarded
 from phonograph.memory.pool import Pool
+from phonograph.slots import gradients as guarded
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, reasons
 
@@ -72,7 +72,7 @@ PLACES = {
     "settle": (None, "settle"),
     "pool": (Pool, "add"),
     "shelf": (Shelf, "add"),
-    "enter": (Player, "_enter"),
+    "play": (Player, "play_flat"),
     "terms": (making, "settled"),
 }
 

@@ -19,10 +19,10 @@ import torch
 from .._torch.dynamic import Thing
 from .._torch.tensors import copy_all, has_memory, storage_id
 from ..errors import Refusal
+from ..guards.attribute_epochs import gradient, nobody_has
+from ..guards.tensor_states import alike, hook_values
 from ..python.identity import identity
 from ..values.tensor_subclasses import storages
-from .attribute_epochs import gradient, nobody_has
-from .tensor_states import alike, hook_values
 
 __all__ = ["FedGradients", "Maker", "hands_on", "made_by"]
 

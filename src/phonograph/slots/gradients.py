@@ -16,14 +16,17 @@ from .._torch.autograd import bump
 from .._torch.dynamic import Thing
 from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_id, use_count
 from ..errors import Refusal
+from ..guards.attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
+from ..guards.tensor_states import like, with_parts_like
 from ..python.identity import identity
 from ..python.putting_back import put_back
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
-from .attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
+from .column import Broken, Check, Column, Step
 from .fed_gradients import FedGradients, made_by
-from .tensor_states import like, with_parts_like
 
-__all__ = ["Grads"]
+__all__ = ["GRAD", "Grads"]
+
+GRAD = "a .grad attribute"  # what does not fit
 
 
 def _may_have_gradient(t: torch.Tensor) -> bool:
@@ -243,7 +246,7 @@ class _Some:
             bump(grads if self._plain else [*grads, *parts_of_all(g for g in grads if not is_ordinary(g))])
 
 
-class Grads:
+class Grads(Column):
     """The `.grad` attributes of the parameters in reach: what the call found there, and what it left.
 
     A gradient that backward created inside the recording lives at a fixed address and is rewritten by each replay; what
@@ -409,19 +412,23 @@ class Grads:
         self._was_held = False
         return False
 
-    def fit(self) -> bool:
-        """Whether the gradients now are such as the recording needs to find, and those that it writes lie where they did."""
-        return all(some.fit() for some in self._all) and (self.fed is None or self.fed.fit())
+    def fits(self) -> Sequence[Check]:
+        return [self._fit] if self._all or self.fed is not None else []
 
-    def ready(self) -> bool:
-        """Both: whether they are such, and nobody else holds one."""
-        for some in self._all:  # a replay asks, and `all(... for ...)` costs half as much again
-            if not some.ready():
-                return False
-        return self.fed is None or self.fed.fit()
+    def _fit(self) -> str | None:
+        """(Held ones are another question.)"""
+        fits = all(some.fit() for some in self._all) and (self.fed is None or self.fed.fit())
+        return None if fits else GRAD
 
-    def feed(self) -> None:
-        """Before a replay of a recording some of whose gradients are fed."""
+    def ready(self) -> list[Callable[[], bool]]:
+        """Each says of some whether they are such as the recording needs to find, and nobody else holds one."""
+        fed = [] if self.fed is None else [self.fed.fit]
+        return [*(some.ready for some in self._all), *fed]
+
+    def fill(self) -> Sequence[Step]:
+        return [] if self.fed is None else [self._feed]
+
+    def _feed(self) -> None:
         assert self.fed is not None
         if not self._as_captured:
             self.fed.feed(gradient)
@@ -446,9 +453,10 @@ class Grads:
                 if p.grad is g:
                     p.grad = None
 
-    def leave(self) -> None:
+    def leave(self) -> Sequence[Step]:
         """Make the attributes what the call would have left."""
-        if self.fed is not None:
-            self.fed.take()
-        for some in self._all:
-            some.leave()
+        return [*([] if self.fed is None else [self.fed.take]), *(some.leave for some in self._all)]
+
+    def break_off(self, run: Broken) -> None:
+        if not run.within_live:
+            super().break_off(run)

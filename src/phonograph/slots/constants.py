@@ -28,39 +28,38 @@ import torch
 
 from .._torch.dynamic import Reading, Thing
 from ..call.signature import modes
+from ..guards import module_epochs as witness
+from ..guards.attribute_epochs import states
+from ..guards.entries import Entries, by_dictionary, entry_of, in_parts, in_pieces, read_together, reader_of, which
+from ..guards.hyperparameters import Dials
+from ..guards.objects import FEW
+from ..guards.reachable import Reach
+from ..guards.sameness import same
+from ..guards.snapshot import Snapshot
+from ..guards.tensor_states import hook_values, like, states_of
 from ..python.holders import Holder
 from ..python.identity import identity
 from ..values.numbers import base_of
 from ..values.tensor_subclasses import parts_of_all
-from . import module_epochs as witness
-from .attribute_epochs import states
-from .entries import Entries, by_dictionary, entry_of, in_parts, in_pieces, read_together, reader_of, which
+from .column import Check, Column
 from .gradients import Grads
-from .hyperparameters import Dials
-from .objects import FEW
-from .reachable import Reach
-from .sameness import same
-from .snapshot import Snapshot
-from .tensor_states import hook_values, like, states_of
 
-__all__ = ["Reliances", "is_heard_of", "not_heard"]
+__all__ = ["Constants", "is_heard_of", "not_heard"]
 
 _HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # watched places and tensors, and tensors of optimizers, in one look of the rotation
 _PLACES, _OTHERS, _KEPT, _STATE = "places", "tensors", "tensors of optimizers", "optimizers' state"
 _LAP = 4  # replays from one look at a kind to the next
 
 
-class Reliances(Entries):
+class Constants(Entries, Column):
     """Everything that must still hold when a recording is played: what `snapshot` found before the capture, and the
     capture left alone."""
 
-    def __init__(self, reach: Reach, snapshot: Snapshot, grads: Grads, dials: Dials, fixed: Set[int]) -> None:
-        """`fixed` are the ids of tensors in reach of which nothing has to hold."""
+    def __init__(self, reach: Reach, snapshot: Snapshot, dials: Dials, fixed: Set[int]) -> None:
+        """Of numbers that `dials` follow, nothing has to hold, nor of tensors in reach with the ids `fixed`."""
         live = dials.followed
-        self.dials = dials
         read = zip(snapshot.holders, snapshot.values, strict=True)
         super().__init__([entry_of(h, values, dials) for h, values in read if h.dial not in live], reach.shared)
-        self._grads = grads
         relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
         self.remembered = {i: room for i, room in reach.remembered.items() if i not in reach.shared}
@@ -111,16 +110,14 @@ class Reliances(Entries):
     def __len__(self) -> int:
         return len(self._hot) + len(self._watched) + len(self._behind) + len(self._tensors)
 
-    @property
-    def grads(self) -> Grads:
-        return self._grads
-
     def close(self) -> None:
         """Nobody plays this recording any more."""
         self._shut = None
         states.leave(self)
         witness.leave(self)
-        self._grads.close()
+
+    def fits(self) -> Sequence[Check]:
+        return [self.broken]
 
     def broken(self) -> str | None:
         """What no longer holds, by name; None when the recording may be played. Costs about 0.3 us for each hot
@@ -190,14 +187,17 @@ class Reliances(Entries):
                     found.append((holder.spot(i, now).at, holder.label(i, now)))
         return found
 
-    def disturbing(self) -> Callable[[], bool]:
-        """A function that says whether something has changed since this call. (For the time of one replay: what is looked at in
-        rotation is found before a later one.)"""
+    def explain(self) -> Iterator[str]:
+        yield f"relies on {len(self)} places outside"
+
+    def disturbing(self, gradients: Grads) -> Callable[[], bool]:
+        """A function that says whether something has changed since this call, gradients too. (For the time of one replay: what
+        is looked at in rotation is found before a later one.)"""
         read = read_together([entry[1] for entry in self._hot])
-        before, grads, epoch, settings = read(), self._grads.read(), witness.epoch, modes()
+        before, grads, epoch, settings = read(), gradients.read(), witness.epoch, modes()
 
         def disturbed() -> bool:
-            if modes() != settings or not all(map(is_, self._grads.read(), grads)):
+            if modes() != settings or not all(map(is_, gradients.read(), grads)):
                 return True
             now = read()
             same_objects = len(now) == len(before) and all(map(is_, now, before))
@@ -250,7 +250,7 @@ class Reliances(Entries):
         return next((self._names[identity(t)] for (t, state), now in zip(tensors, states, strict=True) if now != state), None)
 
 
-_all: weakref.WeakSet[Reliances] = weakref.WeakSet()
+_all: weakref.WeakSet[Constants] = weakref.WeakSet()
 _unheard: set[int] = set()  # identities of objects, in whose dictionaries replays set attributes
 
 
@@ -260,8 +260,8 @@ def not_heard(things: Iterable[int]) -> None:
     new = {*things} - _unheard
     if new:
         _unheard.update(new)
-        for reliances in _all:
-            reliances._sort()
+        for constants in _all:
+            constants._sort()
 
 
 def is_heard_of(holder: Holder) -> bool:
