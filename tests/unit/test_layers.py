@@ -12,8 +12,8 @@ import phonograph
 SOURCE = Path(phonograph.__file__).parent
 FACE = ("errors", "options", "reasons", "statistics", "version")  # of the public face, what all but `_torch` may import
 LAYERS = (
-    "_torch", "python", "values", "memory", "state", "distributed", "aten", "call", "guards", "capture", "autograd", "devices",
-    "engine", "control", "shapes", "wrappers", "compile",
+    "_torch", "python", "values", "memory", "state", "distributed", "aten", "call", "reads", "guards", "capture", "autograd",
+    "devices", "engine", "control", "shapes", "wrappers", "compile",
 )  # fmt: skip
 
 FLAT = {*FACE, "__init__", "__main__", "api", "comparison", "fx", "public", "pytest_plugin", "testing",
