@@ -7,7 +7,10 @@ Each program runs in a process of its own: a call of it is noted, once nothing i
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,6 +29,7 @@ from phonograph.reads.readset import ReadSet  # noqa: E402
 
 hide()
 NOTICED, LIVE, ALARM, MISSED, WRONG = "noticed", "live", "false alarm", "missed", "another result"
+KINDS = (NOTICED, LIVE, ALARM, MISSED, WRONG)
 SECONDS = 30
 
 
@@ -76,8 +80,8 @@ def apart(text: str) -> str:
     return said or "no answer"
 
 
-def all_of(names: list[str] = (), every: int = 1) -> dict[str, str]:  # type: ignore[assignment]
-    """What comes of each program, by its name; or of one in so many."""
+def all_of(names: list[str], every: int) -> dict[str, str]:
+    """What comes of one program in so many, by its name; of these, if any are named."""
     texts = {f"{group}/{name}": text for group, found in programs.GROUPS.items() for name, text in found.items()}
     texts = {name: text for name, text in texts.items() if "\ndef count(" not in f"\n{text}"}
     texts = {name: text for name, text in texts.items() if not names or name.rpartition("/")[2] in names}
@@ -85,11 +89,16 @@ def all_of(names: list[str] = (), every: int = 1) -> dict[str, str]:  # type: ig
 
 
 def main() -> None:
-    found = all_of(sys.argv[1:])
-    print(Counter(said.partition(":")[0].partition(" (")[0] for said in found.values()))
-    for name, said in found.items():
-        if said != NOTICED:
-            print(f"{name:60}{said}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*")
+    parser.add_argument("--every", type=int, default=1, help="run one program in so many")
+    parser.add_argument("--json", action="store_true", help="tell only how many there are of each kind")
+    arguments = parser.parse_args()
+    found = all_of(arguments.programs, arguments.every)
+    counts = dict.fromkeys(KINDS, 0) | Counter(re.split(r"[:(]", said)[0].strip() for said in found.values())
+    print(json.dumps(counts) if arguments.json else counts)
+    if not arguments.json:
+        print(*(f"{name:60}{said}" for name, said in found.items() if said != NOTICED), sep="\n")
 
 
 if __name__ == "__main__":

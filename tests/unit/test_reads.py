@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from phonograph.reads.gate import gate
 from phonograph.reads.readset import ReadSet
 from phonograph.reads.told import Told
 
@@ -229,6 +230,22 @@ def test_what_a_call_leaves_is_what_the_next_one_finds():
     assert changed(reads) == ["COUNT"]
 
 
+def test_what_a_call_sets_to_what_it_was_is_relied_on():
+    thing = Plain()
+    reads = noted(lambda x: setattr(x, "a", 1.0), thing)
+    assert reads.written == []
+    thing.a = 2.0
+    assert changed(reads) == ["Plain.a"]
+
+
+def test_what_a_call_sets_is_an_effect():
+    thing = Plain()
+    reads = noted(lambda x: setattr(x, "a", 2.0), thing)
+    assert [place.path for place in reads.written] == ["Plain.a"]
+    thing.a = 3.0
+    assert changed(reads) == []
+
+
 def test_layers_and_optimizers_are_one_place_each():
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -345,6 +362,65 @@ def test_of_two_calls_at_once_one_is_told_that_it_hears_nothing():
         PLAIN.a
     assert outer.certain
     assert not inner.certain
+
+
+class Listener:
+    """Who listens at a gate, and writes down what is said."""
+
+    def __init__(self):
+        self.said, self.codes = [], []
+
+    def has_read(self, thing, name, frame):
+        self.said.append(name)
+
+    def writes(self, thing, name, frame):
+        self.said.append(f"{name} is written")
+
+    def starts(self, code, frame):
+        assert frame.f_code is code
+        self.codes.append(code.co_name)
+        return False
+
+    def reads_past(self, thing):
+        self.said.append(thing)
+
+    def hears_no_more(self):
+        self.said.append("no more")
+
+
+def called():
+    return PLAIN.method()
+
+
+def test_starts_are_heard_once_for_each_code_and_again_by_the_next():
+    for _ in range(2):
+        heard = Listener()
+        with gate(heard, [PLAIN]):
+            called()
+            called()
+        assert heard.codes.count("called") == heard.codes.count("method") == 1
+        assert heard.said[:2] == ["method", "b"]
+
+
+def test_writes_are_heard_before_they_are_made():
+    heard = Listener()
+    with gate(heard, [PLAIN]):
+        PLAIN.a = 1.0
+        del PLAIN.a
+        PLAIN.a = 1.0
+    assert heard.said[:3] == ["a is written"] * 3
+
+
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="before Python 3.12 nobody tells of such calls")
+@pytest.mark.parametrize("get", [object.__getattribute__, PLAIN.__getattribute__], ids=["of the class", "bound"])
+def test_calls_that_go_past_the_doors_are_heard(get):
+    def past():
+        return get(PLAIN, "a") if get is object.__getattribute__ else get("a")
+
+    heard = Listener()
+    with gate(heard):
+        past()
+    assert heard.said == [PLAIN if get is object.__getattribute__ else get]
 
 
 # -- being told

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.dynamic import Table, Thing
+from .._torch.dynamic import Reading, Table, Thing
 from ..python.identity import identity
 from ..python.introspection import MISSING, functions_with, own_dict
 from ..python.variable_loads import globals_of
@@ -162,11 +162,17 @@ class ReadSet:
                 for name in stray.names:
                     self._of_object(thing, name)
         for key, read in [*self.reads.items()]:
-            if read is not None and not alike(read.value, now := read.place.get()):
-                self.written.append(read.place)
-                self.reads[key] = read = read._replace(value=now)
-                if read.relied:
-                    self._hold(read)
+            if read is not None:
+                self._left(key, read, read.place.get())
+
+    def _left(self, key: tuple[int, object], read: Read, now: Reading) -> None:
+        if not alike(read.value, now):
+            self.written.append(read.place)
+            self.reads[key] = read = read._replace(value=now)
+            if read.relied:
+                self._hold(read)
+        elif not read.relied:  # a replay does not set what was there anyway
+            self.reads[key] = read._replace(relied=True)
 
     # -- values
 
