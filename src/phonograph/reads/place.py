@@ -17,8 +17,10 @@ from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType
 from typing import NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .._torch.dynamic import Reading, Table, Thing
+from .._torch.modes import without_subclasses
 from .._torch.tensors import address, has_memory
 from ..python.dict_versions import of_class
 from ..python.identity import identity
@@ -359,10 +361,12 @@ def tensor(t: torch.Tensor, path: str) -> Place:
     own = own_dict(t)
 
     def get() -> Reading:
-        hooks = [*(t._backward_hooks or {}).values(), *(getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()]
-        stride = t.stride() if t.layout is torch.strided else ()
-        lies = address(t) if has_memory(t) else 0
-        return (type(t), lies, t.shape, stride, t.dtype, t.device, t.requires_grad, t.is_conj(), t.is_neg(), *hooks,
-                *(x for item in (own or {}).items() for x in item))  # fmt: skip
+        with without_subclasses():  # what its class makes of such questions is not asked
+            hooks = [*(t._backward_hooks or {}).values(), *(getattr(t, "_post_accumulate_grad_hooks", None) or {}).values()]
+            lies = has_memory(t)
+            of_shape = () if is_lazy(t) else (t.shape, t.device, t.dtype)
+            memory = (address(t), t.stride(), t.is_conj(), t.is_neg()) if lies else ()
+            given = (x for item in (own or {}).items() for x in item)
+            return (type(t), t.requires_grad, of_shape, memory, *hooks, *given)
 
     return Place(t, "<tensor>", path, get)

@@ -78,6 +78,7 @@ class ReadSet:
         self.written = list[Place]()
         """Where the call has left something else than was there before."""
         self._whole = False
+        self._replaced = list[object]()
         self._kept = list[object]()
         self._paths = dict[int, str]()  # of what places lead to
         self._strays = dict[int, _Stray]()
@@ -165,14 +166,25 @@ class ReadSet:
             if read is not None:
                 self._left(key, read, read.place.get())
 
+        self._forget_what_was_replaced()
+
     def _left(self, key: tuple[int, object], read: Read, now: Reading) -> None:
+        """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
         if not alike(read.value, now):
             self.written.append(read.place)
-            self.reads[key] = read = read._replace(value=now)
-            if read.relied:
-                self._hold(read)
-        elif not read.relied:  # a replay does not set what was there anyway
+            self._replaced.extend(v for v in read.value if torch.Tensor in mro_of(type(v)))
+            self.reads[key] = read._replace(value=(), relied=False)
+        elif not read.relied:
             self.reads[key] = read._replace(relied=True)
+
+    def _forget_what_was_replaced(self) -> None:
+        """The tensors that a call has put others in the place of are not kept: state that it carries, with its graph."""
+        relied = {identity(v) for read in self.reads.values() if read is not None and read.relied for v in read.value}
+        gone = {identity(v) for v in self._replaced} - relied
+        self._replaced.clear()
+        self._kept = [thing for thing in self._kept if identity(thing) not in gone]
+        for key in [key for key in self.reads if key[0] in gone]:
+            del self.reads[key]
 
     # -- values
 

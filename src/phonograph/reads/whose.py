@@ -7,8 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
-from weakref import WeakKeyDictionary
+from types import FunctionType, ModuleType
 
 import torch
 import torch.distributions
@@ -30,19 +29,22 @@ _OF_TORCH = (torch.optim.Optimizer, torch.autograd.Function, torch.optim.lr_sche
 _LIBRARY = {sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__) + os.sep}
 _flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
 _space_of: Callable[[ModuleType], dict[str, Thing]] = vars(ModuleType)["__dict__"].__get__
-_classes = WeakKeyDictionary[type, str]()
 
 
-@cache
 def whose(file: str) -> str:
-    """Whose code a file has."""
+    """Whose code a file has. (What is the user's may become known later, so that is not kept here.)"""
     if origin.is_ours(file):
         return OURS
     if origin.is_torchs(file):
         return TORCH
     if origin.is_users(file):
         return USER
-    return STDLIB if file.startswith(("<frozen", *_LIBRARY)) and "site-packages" not in file else PACKAGE
+    return STDLIB if _is_pythons(file) else PACKAGE
+
+
+@cache
+def _is_pythons(file: str) -> bool:
+    return file.startswith(("<frozen", *_LIBRARY)) and "site-packages" not in file
 
 
 def whose_module(module: ModuleType) -> str:
@@ -55,13 +57,6 @@ def whose_module(module: ModuleType) -> str:
 
 
 def whose_class(kind: type) -> str:
-    found = _classes.get(kind)
-    if found is None:
-        found = _classes[kind] = _whose_class(kind)
-    return found
-
-
-def _whose_class(kind: type) -> str:
     name = module_of(kind)
     if type(name) is not str or name == "builtins":
         return USER if type(name) is str and _flags_of(kind) & 1 << 9 else STDLIB  # (`exec` in a bare dictionary makes such)
@@ -77,4 +72,5 @@ def is_apart(kind: type) -> bool:
 
 
 def name_of(thing: Thing) -> str:
-    return str(getattr(thing, "__qualname__", type(thing).__qualname__))
+    """A name for what is looked at first. (Objects are not asked for one.)"""
+    return thing.__qualname__ if type(thing) in (FunctionType, type) else type(thing).__name__
