@@ -141,9 +141,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_teardown() -> None:
     shadow.forget()
-
-
-def pytest_sessionfinish() -> None:
     if os.environ.get("SHADOW"):
-        with open(os.environ["SHADOW"], "w") as out:
-            json.dump([shadow.counts, {kind: c.most_common() for kind, c in shadow.differing.items()}], out, indent=0)
+        tell(os.environ["SHADOW"])
+
+
+def tell(path: str) -> None:
+    """Write down what is known so far: a run may be ended early."""
+    with open(path, "w") as out:
+        json.dump([shadow.counts, {kind: c.most_common() for kind, c in shadow.differing.items()}], out, indent=0)

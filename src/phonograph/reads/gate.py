@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, MethodWrapperType, ModuleType, WrapperDescriptorType
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Thing
 from .._torch.dynamo import not_compiled_by_itself, tells_of_compilation
 from ..python.identity import identity
 from ..python.introspection import MISSING
+from ..python.origin import is_ours
 from ..python.standing import ended, fresh_in_children, standing
 from .place import in_class, mro_of, vars_of
 
@@ -44,7 +44,7 @@ ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__r
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # Times that one class is opened: from 3.13 on CPython gives a class 1,000 versions, and looks attributes up slowly after that.
 _MOST = 300 if sys.version_info >= (3, 13) else sys.maxsize
-_opened = WeakKeyDictionary[type, int]()
+_opened = dict[int, int]()  # by identity, how often (at worst it counts for a class that has gone)
 _only_one = fresh_in_children(threading.Lock())
 # `warnings` leaves frames out whose file has both words in its name.
 _FILE = os.path.join(os.path.dirname(__file__), "importlib_bootstrap_of_doors.py")
@@ -82,7 +82,7 @@ class Gate:
         """Nobody is told while it is closed."""
         self._profile: Thing = None
         self._stands = False
-        self._kinds: dict[type, list[tuple[str, object, object]]] = {}
+        self._kinds: dict[int, tuple[type, list[tuple[str, object, object]]]] = {}  # by identity: classes may say what is equal
         self._modules = list[tuple[ModuleType, type]]()
         self._module_kind: Thing = None
         self._codes = set[int]()
@@ -92,18 +92,20 @@ class Gate:
 
     def opens(self, kind: Thing) -> bool:
         """Whether reads of attributes of objects of this class are heard from now on."""
-        if kind in self._kinds:
+        key = identity(kind)
+        if key in self._kinds:
             return True
-        if not _may_open(kind) or _opened.get(kind, 0) >= _MOST:
+        if not _may_open(kind) or _opened.get(key, 0) >= _MOST:
             return False
         if not self._stands:
             return True  # it would be heard
-        put = self._kinds[kind] = []
+        put = list[tuple[str, object, object]]()
+        self._kinds[key] = kind, put
         for name, door in zip(DOORS, (self._reading, self._setting, self._deleting), strict=True):
             stands = in_class(kind, name)
             if not _is_door(stands):  # (it has that of a class that it derives from)
                 self._put(kind, name, door(stands), put)
-        _opened[kind] = _opened.get(kind, 0) + 1
+        _opened[key] = _opened.get(key, 0) + 1
         return True
 
     @staticmethod
@@ -193,7 +195,7 @@ class Gate:
         try:
             again = self._hearing.starts(code, frame)
         finally:
-            self.closed = False
+            self.closed = not self._stands
         if not again:
             self._codes.add(identity(code))
             self._kept.append(code)
@@ -238,6 +240,8 @@ class Gate:
         events, heard = monitors.events, list[CodeType]()
 
         def started(code: CodeType, offset: int) -> Thing:
+            if is_ours(code.co_filename):
+                return monitors.DISABLE
             if self.closed or not self._is_of_the_call():
                 return None  # it is still to be heard
             again = self._starts(code, _getframe(1))
@@ -307,7 +311,7 @@ class Gate:
             if type(module) is self._module_kind:
                 object.__setattr__(module, "__class__", kind)
             self._modules.pop()
-        for kind, put in reversed(self._kinds.items()):
+        for kind, put in reversed(self._kinds.values()):
             while put:
                 _take_out(kind, *put[-1])
                 put.pop()
@@ -338,7 +342,7 @@ def _goes_past(function: object) -> bool:
 
 
 def _calls_past(code: CodeType) -> bool:
-    return not code.co_filename.startswith((os.path.dirname(os.path.dirname(__file__)), "<frozen"))
+    return not code.co_filename.startswith("<frozen")
 
 
 _flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
