@@ -65,7 +65,7 @@ class Lying:
 
 
 SETTINGS = types.ModuleType("settings_of_the_tests")
-COUNT, ROWS, PLAIN = 0, [1], Plain()
+COUNT, ROWS, PLAIN, FACTORS = 0, [1], Plain(), {"rate": 2.0, "done": 0}
 
 
 def noted(function, *args):
@@ -227,6 +227,19 @@ def test_what_a_call_writes_is_no_constant():
     assert [place.path for place in reads.written] == ["COUNT"]
     counted()
     assert changed(reads) == []
+
+
+def test_items_that_a_call_does_not_write_stay_constants():
+    def counted():
+        FACTORS["done"] += 1
+        return FACTORS["rate"]
+
+    reads = noted(counted)
+    assert [place.path for place in reads.written] == ["FACTORS"]
+    counted()
+    assert changed(reads) == []
+    FACTORS["rate"] = 3.0
+    assert changed(reads) == ["FACTORS['rate']"]
 
 
 def test_state_that_a_call_carries_is_not_kept():

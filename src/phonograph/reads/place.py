@@ -28,7 +28,7 @@ from ..python.introspection import MISSING, contents, dictionary_of, own_dict
 
 __all__ = ["CONSTANTS", "Place", "Read", "alike", "all_of_space", "attribute", "cell", "code_of", "held", "imported",
            "in_class", "is_constant", "klass", "layer", "member", "module_of", "mro_of", "of_class_alone", "optimizer",
-           "registered", "slot", "tables", "tensor", "variable", "vars_of"]  # fmt: skip
+           "registered", "slot", "tables", "tensor", "variable", "vars_of", "what_stays"]  # fmt: skip
 
 CONSTANTS = frozenset([int, float, str, bytes, bool, type(None), complex, range, type(...), torch.dtype, torch.device,
                        torch.Size, torch.layout, torch.memory_format])  # fmt: skip
@@ -257,6 +257,34 @@ def _refill(table: Thing, values: list[object]) -> None:
     elif issubclass(kind, set):
         set.clear(table)
         set.update(table, values)
+
+
+def what_stays(read: Read, now: Reading) -> Iterator[Read]:
+    """Of containers that a call has written to, the items that it has left as they were."""
+    after = {identity(table): values for table, values in _taken_apart(now)}
+    for table, values in _taken_apart(read.value):
+        if issubclass(type(table), dict):
+            half = len(values) // 2
+            found = dict(zip(map(_key, values[:half]), values[half:], strict=True))
+            left = after.get(identity(table), [])
+            for key, value in zip(left[: len(left) // 2], left[len(left) // 2 :], strict=True):
+                if _same(found.get(_key(key), MISSING), value):
+                    yield Read(_item(table, key, read.place.path), (value,))
+
+
+def _key(key: object) -> object:
+    """What tells keys apart without asking them: plain ones by value."""
+    return (type(key), key) if type(key) in CONSTANTS else identity(key)
+
+
+def _item(table: Table, key: object, path: str) -> Place:
+    def get() -> Reading:
+        return (next((v for k, v in dict.items(table) if _key(k) == _key(key)), MISSING),)
+
+    plain = type(key) in CONSTANTS
+    return Place(table, ("<item>", _key(key)), f"{path}[{key!r:.40}]" if plain else path,
+                 (lambda: (dict.get(table, key, MISSING),)) if plain else get,
+                 lambda then: _set(table, key, then[0]), lambda: (table,))  # fmt: skip
 
 
 def held(container: object, path: str) -> Place:

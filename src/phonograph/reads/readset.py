@@ -45,8 +45,9 @@ from .place import (
     of_class_alone,
     registered,
     tensor,
-    variable,  # fmt: skip
+    variable,
     vars_of,
+    what_stays,
 )
 from .whose import OURS, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module
 
@@ -55,6 +56,7 @@ __all__ = ["ReadSet"]
 _REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
 _CELLS = frozenset({"__closure__", "cell_contents"})
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
+_IN_BULK = frozenset({"<layer>", "<optimizer>", "<cache>", "<code>"})
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -174,8 +176,23 @@ class ReadSet:
             self.written.append(read.place)
             self._replaced.extend(v for v in read.value if torch.Tensor in mro_of(type(v)))
             self.reads[key] = read._replace(value=(), relied=False)
+            if read.relied:
+                self._hold_what_stays(key, read, now)
         elif not read.relied:
             self.reads[key] = read._replace(relied=True)
+
+    def _hold_what_stays(self, key: tuple[int, object], read: Read, now: Reading) -> None:
+        """Of what is in bulk all counts as it is now, of a container or a class what the call has not written."""
+        if key[1] in _IN_BULK:
+            self.reads[key] = read._replace(value=now)
+        elif key[1] == "<items>":
+            for one in what_stays(read, now):
+                self.reads.setdefault((identity(one.place.of), one.place.name), one)
+        elif key[1] in ("<class>", "<methods>"):
+            kind: Thing = read.place.of
+            for name, value in zip(now[3::2], now[4::2], strict=True):
+                if any(value is v for n, v in zip(read.value[3::2], read.value[4::2], strict=True) if n == name):
+                    self.note(of_class_alone(kind, name, f"{read.place.path}.{name}"))
 
     def _forget_what_was_replaced(self) -> None:
         """The tensors that a call has put others in the place of are not kept: state that it carries, with its graph."""

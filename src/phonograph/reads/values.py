@@ -24,7 +24,9 @@ __all__ = ["PURE", "code_of", "is_compiled", "is_held_in_bulk", "is_iterator", "
 _CONTAINERS = frozenset({dict, list, set, deque, MappingProxyType})
 PURE = frozenset({*_CONTAINERS, tuple, frozenset, OrderedDict, defaultdict})
 """Classes of objects that are nothing but what they hold."""
-_MEMORY = frozenset({("builtins", "bytearray"), ("builtins", "memoryview"), ("array", "array"), ("numpy", "ndarray")})
+_MEMORY = frozenset(
+    {("builtins", "bytearray"), ("builtins", "memoryview"), ("array", "array"), ("numpy", "ndarray"), ("numpy", "void")}
+)
 _Local = threading.local
 _Cached = type(functools.cache(repr))
 
@@ -117,10 +119,13 @@ def _is_memory(kind: type) -> bool:
 
 def _of_bytes(v: Thing, path: str) -> Iterable[Place]:
     def get() -> tuple[object, ...]:
-        return (memoryview(v).tobytes(),)
+        with memoryview(v) as memory:
+            return memory.shape, memory.format, memory.strides, memory.tobytes()
 
     try:
         get()
     except (TypeError, ValueError, NotImplementedError, BufferError):  # objects are in it, or it has no memory
+        if (module_of(type(v)), type(v).__name__) == ("numpy", "ndarray"):
+            yield Place(v, "<objects>", path, lambda: (v.shape, v.dtype.str, *v.ravel().tolist()))
         return
     yield Place(v, "<bytes>", path, get)
