@@ -1,7 +1,7 @@
 """How large the source is, and how well it notices what a call reads: figures that a change should not make worse.
 
-    python .ci/scoreboard.py             # all of it, in some three minutes
-    python .ci/scoreboard.py --quick     # what takes no programs to run
+    python .ci/scoreboard.py             # in some seconds: sizes, and what a noted call notices of a few programs
+    python .ci/scoreboard.py --whole     # all of it, in some ten minutes
 
 Lines of code are those that are neither blank nor a comment, an import, a docstring or a part of `__all__`.
 """
@@ -12,6 +12,7 @@ import argparse
 import ast
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def _is_no_code(node: ast.AST) -> bool:
 def size() -> dict[str, object]:
     files = {path: path.read_text() for path in SOURCE.rglob("*.py")}
     code = {path: lines_of_code(text) for path, text in files.items()}
-    wings = {name: sum(n for p, n in code.items() if p.parent.name == name) for name in ("engine", "guards", "python")}
+    wings = {name: sum(n for p, n in code.items() if p.parent.name == name) for name in ("engine", "guards", "python", "reads")}
     return {"files": len(files), "lines": sum(text.count("\n") for text in files.values()), "lines of code": sum(code.values()),
             **{f"lines of code in {name}/": n for name, n in wings.items()}}  # fmt: skip
 
@@ -59,7 +60,7 @@ def step(x):
     return loss.detach()
 for _ in range(8): step(torch.ones(4, 8))
 (player,) = step._shelf
-print(len(player.recording.reliances))
+print(len(player.recording.table.constants))
 """
 
 
@@ -80,6 +81,29 @@ def reading() -> dict[str, object]:
     return {"reading programs": groups["programs"], **found, "false alarms": sum(len(g["false alarms"]) for g in rows)}
 
 
+FEW = 12  # one program in so many is quick
+
+
+def noted(every: int) -> dict[str, object]:
+    """What becomes of changes to what a noted call of the reading programs has read; by a `ReadSet`, not by the guards."""
+    command = [sys.executable, ".ci/noted.py", "--every", str(every), "--json"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found: dict[str, int] = json.loads(said)
+    return {"programs noted": sum(found.values()), **{f"noted: {what}": n for what, n in found.items()}}
+
+
+def shadow() -> dict[str, object]:
+    """In how many verdicts of the guards the reads that were noted differ, over the tests of the state that calls read."""
+    folders = ("tests/contract/c08_replaced_state", "tests/contract/c09_python_values")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "shadow.json"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.shadow", *folders]
+        subprocess.run(command, cwd=ROOT, capture_output=True, check=False, env={**os.environ, "SHADOW": str(out)})
+        counts, _ = json.loads(out.read_text())
+    what = ("both hold", "both changed", "only the guards changed", "only the reads changed")
+    return {f"shadow: {one}": counts.get(one, 0) for one in what}
+
+
 def growth() -> str:
     """The kinds of objects that grow beside what is read and cause no second recording."""
     tests = "tests/contract/c09_python_values/test_growing.py", "-k", "growth_beside_what_is_read"
@@ -91,10 +115,13 @@ def growth() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="count lines only")
+    parser.add_argument("--whole", action="store_true", help="run all programs, and the tests in shadow")
     figures = size()
-    if not parser.parse_args().quick:
+    if parser.parse_args().whole:
         figures |= {"places that a replay relies on": places(), **reading(), "kinds of growth that are quiet": growth()}
+        figures |= {**noted(1), **shadow()}
+    else:
+        figures |= noted(FEW)
     for name, figure in figures.items():
         print(f"{name:36}{figure!s:>10}")
 

@@ -12,7 +12,8 @@ import phonograph
 SOURCE = Path(phonograph.__file__).parent
 FACE = ("errors", "options", "reasons", "statistics", "version")  # of the public face, what all but `_torch` may import
 LAYERS = (
-    "_torch", "python", "values", "memory", "state", "distributed", "aten", "call", "guards", "slots", "capture", "autograd",
+    "_torch", "python", "values", "memory", "state", "distributed", "aten", "call", "reads", "guards", "slots", "capture",
+    "autograd",
     "devices", "engine", "control", "shapes", "wrappers", "compile",
 )  # fmt: skip
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from .code_cache import of_code
 
-__all__ = ["ATTRIBUTE", "CELL", "GLOBAL", "Load", "loads_in"]
+__all__ = ["ATTRIBUTE", "CELL", "GLOBAL", "Load", "globals_of", "loads_in"]
 
 CELL, GLOBAL, ATTRIBUTE = "a cell", "a global variable", "an attribute"
+_OF_SPACE = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "RESUME"})
 
 
@@ -41,6 +42,12 @@ def loads_in(code: CodeType) -> Mapping[int, Load]:
             before = Load(kind, str(i.argval), of if kind is ATTRIBUTE else None, compared, i.offset)
             found |= dict.fromkeys(range(i.offset, heard[n + 1].offset, 2), before)
     return found
+
+
+@of_code
+def globals_of(code: CodeType) -> frozenset[str]:
+    """The global variables that code loads, sets or deletes."""
+    return frozenset(str(i.argval) for i in dis.get_instructions(code) if i.opname in _OF_SPACE)
 
 
 def _kind(opname: str) -> str:

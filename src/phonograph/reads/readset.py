@@ -1,0 +1,457 @@
+"""What a call has read: one table of places and of what was there, written by the gate.
+
+What can change by itself is held with all that is in it when it is read as a value: a container, a class, a function, a tensor.
+Of objects and of modules the gate hears what is read, so nothing else of them counts. Where reads go past the gate (compiled
+code, ``object.__getattribute__``), objects are held as a whole.
+
+A place that the call writes before it reads it is noted as well, though nothing relies on it: the same table undoes the call.
+
+What the call itself makes is nobody's to change later, and must be gone when the program thinks that it is. So an object that
+no place leads to is referred to weakly; if it is there after the call, the call has it from somewhere else.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
+from typing import NamedTuple
+
+import torch
+
+from .._torch.dynamic import Reading, Table, Thing
+from ..python.identity import identity
+from ..python.introspection import MISSING, functions_with, own_dict
+from ..python.variable_loads import globals_of
+from . import values
+from .gate import ALL, DOORS, PAST, Gate
+from .place import (
+    CONSTANTS,
+    Place,
+    Read,
+    alike,
+    all_of_space,
+    attribute,
+    cell,
+    imported,
+    klass,
+    member,
+    mro_of,
+    of_class_alone,
+    registered,
+    tensor,
+    variable,
+    vars_of,
+    what_stays,
+)
+from .whose import OURS, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module
+
+__all__ = ["ReadSet"]
+
+_REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
+_CELLS = frozenset({"__closure__", "cell_contents"})
+_WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
+_IN_BULK = frozenset({"<layer>", "<optimizer>", "<cache>", "<code>"})
+_IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
+
+
+class _Stray(NamedTuple):
+    """An object to which no place leads, the names of what was read of it, and whether the call has made it."""
+
+    ref: weakref.ref[Thing]
+    names: set[str]
+    made: bool
+
+
+class ReadSet:
+    """The table of one call. `note` it, and then ask what has `changed`."""
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[int, object], Read | None] = {}
+        self.refused = list[str]()
+        """What was read that cannot be compared, or put back: iterators."""
+        self.certain = True
+        """Whether nothing that was read has not been heard."""
+        self.written = list[Place]()
+        """Where the call has left something else than was there before."""
+        self._whole = False
+        self._replaced = list[object]()
+        self._kept = list[object]()
+        self._paths = dict[int, str]()  # of what places lead to
+        self._strays = dict[int, _Stray]()
+        self._ways = set[str]()  # of reflection, that code names
+        self._functions: defaultdict[int, list[FunctionType]] = defaultdict(list)
+        self._started, self._within = set[int](), set[int]()  # code that has run, and code of functions made by it
+        self._work, self._works = deque[tuple[object, str]](), False
+        self._gate: Gate
+
+    @contextmanager
+    def noting(self, *roots: object) -> Iterator[ReadSet]:
+        """Note what is read while the block runs, at first of the `roots`: the function that is called, say."""
+        self._gate = Gate(self, self.reads)
+        with self._gate.standing():
+            self._gate.pausing(lambda: self._begin(roots))
+            yield self
+        self._settle()
+
+    def _begin(self, roots: tuple[object, ...]) -> None:
+        for module in [*sys.modules.values()]:
+            if type(module) is ModuleType and whose_module(module) not in (TORCH, STDLIB, OURS):
+                self._gate.opens_module(module)
+        self.note(variable(vars(builtins), "__import__", "__import__"))
+        for root in roots:
+            self.value(root, name_of(root))
+
+    # -- the table
+
+    def note(self, place: Place, *, relied: bool = True) -> None:
+        """Note what is in a place, and hold what can change by itself."""
+        key = identity(place.of), place.name
+        if key in self.reads:
+            return
+        self.reads[key] = None  # what it holds may lead back to it
+        read = self.reads[key] = Read(place, place.get(), relied)
+        self._kept.append(place.of)
+        if relied:
+            self._hold(read)
+
+    def _hold(self, read: Read) -> None:
+        for table in read.place.holds() if read.place.holds is not None else ():
+            self._known(table, read.place.path)
+        known, path = self._paths, read.place.path
+        self._work.extend((v, path) for v in read.value if type(v) not in CONSTANTS and identity(v) not in known)
+        self._drain()
+
+    def value(self, value: object, path: str) -> None:
+        """This has been read as a value."""
+        self._work.append((value, path))
+        self._drain()
+
+    def _drain(self) -> None:
+        if self._works:
+            return
+        self._works = True
+        try:
+            while self._work:
+                self._enter(*self._work.popleft())
+        finally:
+            self._works = False
+
+    def changed(self) -> list[Read]:
+        """What relied on places that now hold something else."""
+        return [read for read in self.reads.values() if read is not None and read.relied and read.changed]
+
+    def restore(self) -> None:
+        """Put everything back that is not what it was, the latest place first."""
+        for read in reversed(self.reads.values()):
+            if read is not None and read.place.put is not None and read.changed:
+                read.place.put(read.value)
+
+    def explain(self) -> list[str]:
+        """What the call relies on, a line each."""
+        relied = [read for read in self.reads.values() if read is not None and read.relied]
+        return [f"{read.place.path} = {_shown(read.value)}" for read in relied]
+
+    def _settle(self) -> None:
+        """The call has ended: what it has left is what the next one finds."""
+        for stray in [*self._strays.values()]:
+            if not stray.made and (thing := stray.ref()) is not None:
+                self._known(thing, type(thing).__name__)
+                for name in stray.names:
+                    self._of_object(thing, name)
+        for key, read in [*self.reads.items()]:
+            if read is not None:
+                self._left(key, read, read.place.get())
+
+        self._forget_what_was_replaced()
+
+    def _left(self, key: tuple[int, object], read: Read, now: Reading) -> None:
+        """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
+        if not alike(read.value, now):
+            self.written.append(read.place)
+            self._replaced.extend(v for v in read.value if torch.Tensor in mro_of(type(v)))
+            self.reads[key] = read._replace(value=(), relied=False)
+            if read.relied:
+                self._hold_what_stays(key, read, now)
+        elif not read.relied:
+            self.reads[key] = read._replace(relied=True)
+
+    def _hold_what_stays(self, key: tuple[int, object], read: Read, now: Reading) -> None:
+        """Of what is in bulk all counts as it is now, of a container or a class what the call has not written."""
+        if key[1] in _IN_BULK:
+            self.reads[key] = read._replace(value=now)
+        elif key[1] == "<items>":
+            for one in what_stays(read, now):
+                self.reads.setdefault((identity(one.place.of), one.place.name), one)
+        elif key[1] in ("<class>", "<methods>"):
+            kind: Thing = read.place.of
+            for name, value in zip(now[3::2], now[4::2], strict=True):
+                if any(value is v for n, v in zip(read.value[3::2], read.value[4::2], strict=True) if n == name):
+                    self.note(of_class_alone(kind, name, f"{read.place.path}.{name}"))
+
+    def _forget_what_was_replaced(self) -> None:
+        """The tensors that a call has put others in the place of are not kept: state that it carries, with its graph."""
+        relied = {identity(v) for read in self.reads.values() if read is not None and read.relied for v in read.value}
+        gone = {identity(v) for v in self._replaced} - relied
+        self._replaced.clear()
+        self._kept = [thing for thing in self._kept if identity(thing) not in gone]
+        for key in [key for key in self.reads if key[0] in gone]:
+            del self.reads[key]
+
+    # -- values
+
+    def _enter(self, v: Thing, path: str) -> None:
+        kind, key = type(v), identity(v)
+        if kind in CONSTANTS or key in self._paths:
+            return
+        self._paths[key] = path
+        self._kept.append(v)
+        if kind is WrapperDescriptorType and v.__name__ in PAST:
+            self._hold_whole()
+        elif torch.Tensor in mro_of(kind):
+            self.note(tensor(v, path))
+        elif type in mro_of(kind):
+            self._class(v, whole=True)
+        elif kind is FunctionType:
+            self._function(v, path)
+        elif ModuleType in mro_of(kind):
+            if whose_module(v) != OURS:
+                self._gate.opens_module(v)
+        else:
+            self._other(v, kind, path)
+
+    def _other(self, v: Thing, kind: type, path: str) -> None:
+        leads = values.leads_to(v, kind)
+        if leads is not None:
+            self._work.extend((inner, path) for inner in leads)
+            if kind in values.PURE or not issubclass(kind, (tuple, frozenset)):
+                return
+        if values.is_iterator(kind):
+            self.refused.append(f"an iterator ({kind.__name__}) at {path}")
+            return
+        for place in values.places_of(v, kind, path):
+            self.note(place)
+        if values.is_compiled(v):
+            self._hold_whole()
+        if kind in values.PURE:
+            return
+        if not values.is_held_in_bulk(kind) and (not self._open(kind) or self._whole) and not is_apart(kind):
+            self.value(own_dict(v), path)
+        self._class(kind, whole=False)
+
+    def _class(self, kind: type, *, whole: bool) -> None:
+        self._open(kind)
+        for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
+            if whose_class(base) in (TORCH, STDLIB, OURS):
+                continue
+            self.note(klass(base, base.__qualname__, whole=whole))
+        if whole and "_abc_impl" in vars_of(kind):
+            self.note(registered())
+        if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
+            kinds: list[type] = type.__subclasses__(kind)
+            self._work.extend((below, below.__qualname__) for below in kinds)
+
+    def _function(self, f: FunctionType, path: str) -> None:
+        key = identity(f.__code__)
+        if f not in self._functions[key]:
+            self._functions[key].append(f)
+        if whose(f.__code__.co_filename) not in (TORCH, STDLIB, OURS):
+            self.note(values.code_of(f, f.__qualname__))
+        if key in self._started or not self._ways.isdisjoint(_CELLS):
+            self._variables(f)
+        if not self._ways.isdisjoint(_REFLECTS):
+            self.note(all_of_space(f.__globals__, "globals()"))
+        if "__annotations__" in self._ways:
+            self.value(f.__annotations__, f"{f.__qualname__}.__annotations__")
+        compiled = f.__dict__.get("_torchdynamo_orig_callable")
+        if compiled is not None:
+            self._hold_whole()
+        for inner in (f.__dict__.get("__wrapped__"), compiled):
+            self.value(inner, path)
+        if compiled is not None and type(compiled) is FunctionType:
+            self._variables(compiled)
+
+    def _hold_whole(self) -> None:
+        """From now on all attributes of objects count, and so do those of all that is known."""
+        if not self._whole:
+            self._whole = True
+            known = set(self._paths)
+            for thing in [*self._kept]:
+                if identity(thing) in known and type(thing) not in CONSTANTS and self._open(type(thing)):
+                    self.value(own_dict(thing), self._paths[identity(thing)])
+
+    # -- what the gate hears
+
+    def has_read(self, thing: Thing, name: str, frame: FrameType | None) -> None:
+        by, kind = USER if frame is None else whose(frame.f_code.co_filename), type(thing)
+        of_module = ModuleType in mro_of(kind)
+        if name == "__class__" or by == OURS:
+            return
+        if of_module:
+            self._of_module(thing, name, by)
+        elif not (by == TORCH and name == "__dict__") and (by not in (TORCH, STDLIB) or not is_apart(kind)):
+            self._of_object(thing, name)
+
+    def _of_module(self, module: Thing, name: str, by: str) -> None:
+        space = own_dict(module) or {}
+        path = str(space.get("__name__"))
+        if name == "__spec__":  # it is imported
+            self.note(imported(path))
+        if by == TORCH or (by == STDLIB and name.startswith("__")):
+            return
+        if name in ALL:
+            self._paths.setdefault(identity(module), path)
+            self.note(all_of_space(space, path))
+        elif name not in ("__name__", "__spec__"):
+            self._known(module, path)
+            self.note(member(module, name, f"{path}.{name}"))
+
+    def _known(self, thing: object, path: str) -> None:
+        if identity(thing) not in self._paths:
+            self._paths[identity(thing)] = path
+            self._kept.append(thing)
+
+    def _of_object(self, thing: Thing, name: str, *, relied: bool = True) -> None:
+        key = identity(thing)
+        if key not in self._paths:
+            self._stray(thing, name)
+            return
+        if name in ALL or self._whole:
+            self.value(own_dict(thing), self._paths[key])
+        if name not in DOORS:
+            self.note(attribute(thing, name, f"{self._paths[key]}.{name}"), relied=relied)
+
+    def _stray(self, thing: Thing, name: str) -> None:
+        """No place leads to this object: the call has made it, or has it in a way that nobody hears of."""
+        key, kind = identity(thing), type(thing)
+        found = dict.get(own_dict(thing) or {}, name, MISSING)
+        if found is MISSING and whose_class(kind) not in (TORCH, STDLIB, OURS) and name not in DOORS:
+            self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
+        self._open(type(found))
+        if (stray := self._met(thing, key, made=False)) is not None:
+            stray.names.add(name)
+
+    def _met(self, thing: Thing, key: int, *, made: bool) -> _Stray | None:
+        if key not in self._strays and type(thing).__weakrefoffset__:
+            self._strays[key] = _Stray(weakref.ref(thing, lambda _: self._strays.pop(key, None)), set(), made)
+        return self._strays.get(key)
+
+    def _open(self, kind: type) -> bool:
+        """Whether what is read of objects of this class is heard from now on. (Of what is held in bulk nothing need be.)"""
+        apart = kind in CONSTANTS or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
+        return not apart and self._gate.opens(kind)
+
+    def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
+        key = identity(thing)
+        if key not in self._paths:
+            self._met(thing, key, made=not own_dict(thing))  # what has no attributes yet is being made
+            return
+        if (key, name) in self.reads:
+            return
+        if ModuleType in mro_of(type(thing)):
+            self.note(member(thing, name, f"{self._paths[identity(thing)]}.{name}"), relied=False)
+        elif frame is None or whose(frame.f_code.co_filename) != OURS:
+            self._of_object(thing, name, relied=False)
+
+    def reads_past(self, thing: Thing) -> None:
+        self._known(thing, type(thing).__name__)
+        self.value(own_dict(thing), type(thing).__name__)
+
+    def hears_no_more(self) -> None:
+        self.certain = False
+
+    def starts(self, code: CodeType, frame: FrameType) -> bool:
+        by = whose(code.co_filename)
+        if code.co_name in _IMPORTS and by == STDLIB:
+            self._imports(frame)
+            return True
+        if by in (TORCH, OURS):
+            return False
+        self._started.add(identity(code))
+        self._kept.append(code)
+        for f in self._run_by(code, by):
+            self._function(f, f.__qualname__)
+            self._variables(f)
+        if by != STDLIB:
+            self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
+            self._space(code, frame.f_globals)
+        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            self._argument(frame.f_locals.get(name))
+        return False
+
+    def _run_by(self, code: CodeType, by: str) -> list[FunctionType]:
+        """The functions that run this code, and were there before."""
+        known = [f for f in self._functions.get(identity(code), ()) if f.__code__ is code]
+        if known or by == STDLIB or not code.co_freevars or identity(code) in self._within:
+            return known
+        return functions_with(code)
+
+    def _argument(self, value: Thing) -> None:
+        if type in mro_of(type(value)):
+            self.value(value, value.__qualname__)
+        else:
+            self._open(type(value))
+
+    def _imports(self, frame: FrameType) -> None:
+        name = frame.f_locals.get("name")
+        if type(name) is str and not frame.f_locals.get("level"):
+            for n in range(1, name.count(".") + 2):
+                self.note(imported(".".join(name.split(".")[:n])))
+
+    # -- variables
+
+    def _variables(self, f: FunctionType) -> None:
+        for name, c in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+            self.note(cell(c, name))
+        if whose(f.__code__.co_filename) not in (TORCH, STDLIB, OURS):
+            self._globals(f.__code__, f.__globals__)
+
+    def _globals(self, code: CodeType, space: Table) -> None:
+        for name in globals_of(code):
+            self.note(variable(space, name, name))
+
+    def _space(self, code: CodeType, space: Table) -> None:
+        self._globals(code, space)
+        named = {*code.co_names, *(c for c in code.co_consts if type(c) is str)}
+        if not named.isdisjoint(ALL):
+            self._hold_whole()
+        if not named.isdisjoint(_REFLECTS):
+            self.note(all_of_space(space, "globals()"))
+        self._reflects(named & _WAYS)
+        for name in code.co_names:
+            if name.partition(".")[0] in sys.modules:
+                self._may_import(name)
+        if code.co_name == "<module>":
+            return
+        for value in [*space.values()]:
+            if type in mro_of(type(value)) and vars_of(value).get("__module__") == space.get("__name__"):
+                self._open(value)
+
+    def _may_import(self, name: str) -> None:
+        """Hear what is read of the modules of this name, though they are torch's or Python's own."""
+        for n in range(1, name.count(".") + 2):
+            module = sys.modules.get(".".join(name.split(".")[:n]))
+            if type(module) is ModuleType and whose_module(module) != OURS:
+                self._gate.opens_module(module)
+
+    def _reflects(self, ways: set[str]) -> None:
+        """Code names these, by which it may get at more of what it has."""
+        if ways <= self._ways:
+            return
+        self._ways |= ways
+        for f in [*chain.from_iterable(self._functions.values())]:
+            self._function(f, f.__qualname__)
+        kept: list[Thing] = [*self._kept]
+        for thing in kept:
+            if "__subclasses__" in ways and issubclass(type(thing), type):
+                self._class(thing, whole=True)
+
+
+def _shown(value: tuple[object, ...]) -> str:
+    first = next((v for v in value if v is not MISSING), MISSING)
+    return repr(first)[:40] if type(first) in CONSTANTS else type(first).__name__

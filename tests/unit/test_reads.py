@@ -1,0 +1,478 @@
+"""A call's reads are noted, told of and put back, and nothing that the program does is another while they are noted."""
+
+import abc
+import copy
+import enum
+import gc
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict, deque
+
+import pytest
+import torch
+from torch import nn
+
+from phonograph.reads.gate import gate
+from phonograph.reads.readset import ReadSet
+from phonograph.reads.told import Told
+
+
+class Plain:
+    shared = 1.0
+
+    def __init__(self):
+        self.a, self.b, self.table, self.steps = 1.0, 2.0, {"x": 1, "y": 2}, iter([1, 2])
+
+    @property
+    def twice(self):
+        return self.a * 2
+
+    def method(self):
+        return self.b
+
+
+class Answering:
+    def __getattr__(self, name):
+        if name.startswith("no"):
+            raise AttributeError(name)
+        return name
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a = 1
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale, self.unread = nn.Linear(2, 2), 2.0, 3.0
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+class Lying:
+    __class__ = property(lambda self: 1 / 0)
+
+    def __init__(self):
+        self.a = 1
+
+
+SETTINGS = types.ModuleType("settings_of_the_tests")
+COUNT, ROWS, PLAIN, FACTORS = 0, [1], Plain(), {"rate": 2.0, "done": 0}
+
+
+def noted(function, *args):
+    reads = ReadSet()
+    with reads.noting(function, *args):
+        function(*args)
+    return reads
+
+
+def changed(reads):
+    return [read.place.path for read in reads.changed()]
+
+
+CHANGES = {
+    "an attribute": (Plain, lambda x: x.a, lambda x: setattr(x, "a", 3.0)),
+    "what a property reads": (Plain, lambda x: x.twice, lambda x: setattr(x, "a", 3.0)),
+    "an attribute by a computed name": (Plain, lambda x: getattr(x, "A".lower()), lambda x: setattr(x, "a", 3.0)),
+    "an attribute in a text": (Plain, "{0.b}".format, lambda x: setattr(x, "b", 3.0)),
+    "what a container holds": (Plain, lambda x: x.table["x"], lambda x: x.table.update(x=3)),
+    "an attribute of the class": (Plain, lambda x: x.shared, lambda x: setattr(x, "shared", 3.0)),
+    "a slot": (Slotted, lambda x: x.a, lambda x: setattr(x, "a", 3)),
+    "an empty slot": (Slotted, lambda x: getattr(x, "b", 0), lambda x: setattr(x, "b", 3)),
+    "what is not there": (Plain, lambda x: getattr(x, "absent", 0), lambda x: setattr(x, "absent", 3)),
+    "all attributes": (Plain, vars, lambda x: setattr(x, "new", 3)),
+    "a copy": (Plain, lambda x: copy.copy(x.table), lambda x: x.table.update(y=3)),
+    "a setting of a module": (Net, lambda m: m(torch.ones(2)), lambda m: setattr(m, "scale", 3.0)),
+    "a weight of a layer": (Net, lambda m: m(torch.ones(2)), lambda m: setattr(m.layer, "weight", nn.Parameter(torch.ones(1)))),
+    "a hook": (Net, lambda m: m(torch.ones(2)), lambda m: m.register_forward_hook(lambda *_: None)),
+    "past the gate": (Plain, lambda x: object.__getattribute__(x, "a"), lambda x: setattr(x, "a", 3.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_what_was_read_is_noticed(what):
+    make, read, change = CHANGES[what]
+    thing = make()
+    reads = noted(read, thing)
+    assert changed(reads) == []
+    change(thing)
+    assert changed(reads) != []
+
+
+BESIDE = {
+    "an attribute": (Plain, lambda x: x.a, lambda x: setattr(x, "b", 3.0)),
+    "a container": (Plain, lambda x: x.a, lambda x: x.table.update(x=3)),
+    "a setting of a module": (Net, lambda m: m(torch.ones(2)), lambda m: setattr(m, "unread", 4.0)),
+    "a new attribute": (Plain, lambda x: x.a, lambda x: setattr(x, "new", 3.0)),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_a_change_beside_what_was_read_is_none(what):
+    make, read, change = BESIDE[what]
+    thing = make()
+    reads = noted(read, thing)
+    change(thing)
+    assert changed(reads) == []
+
+
+def test_an_iterator_refuses_only_where_it_is_read():
+    assert noted(lambda x: x.a, Plain()).refused == []
+    assert noted(lambda x: x.steps, Plain()).refused == ["an iterator (list_iterator) at Plain.steps"]
+
+
+def test_variables_of_functions_are_places(monkeypatch):
+    factor = 2.0
+
+    def scaled():
+        return COUNT * factor
+
+    reads = noted(scaled)
+    assert changed(reads) == []
+    monkeypatch.setitem(globals(), "COUNT", 3)
+    assert changed(reads) == ["COUNT"]
+    monkeypatch.undo()
+    factor = 3.0
+    assert changed(reads) == ["factor"]
+
+
+def test_a_module_tells_what_is_read_of_it(monkeypatch):
+    monkeypatch.setattr(SETTINGS, "rate", 1.0, raising=False)
+    reads = noted(lambda: SETTINGS.rate)
+    assert type(SETTINGS) is types.ModuleType
+    monkeypatch.setattr(SETTINGS, "other", 1.0, raising=False)
+    assert changed(reads) == []
+    monkeypatch.setattr(SETTINGS, "rate", 2.0)
+    assert changed(reads) == ["settings_of_the_tests.rate"]
+
+
+def test_a_module_that_was_not_there_may_come(monkeypatch):
+    def optional():
+        try:
+            import phonographs_absent_module
+        except ImportError:
+            return None
+        return phonographs_absent_module
+
+    reads = noted(optional)
+    assert changed(reads) == []
+    monkeypatch.setitem(sys.modules, "phonographs_absent_module", types.ModuleType("phonographs_absent_module"))
+    assert changed(reads) == ["sys.modules['phonographs_absent_module']"]
+
+
+def test_nothing_of_torch_or_the_call_itself_is_kept():
+    gone = []
+
+    def made():
+        x = Plain()
+        weakref.finalize(x, gone.append, 1)
+        x.a, x.table = 2, {}
+        assert x.a == 2
+        del x
+        gc.collect()
+        return [*gone]
+
+    reads = ReadSet()
+    with reads.noting(made):
+        assert made() == [1]
+
+
+KINDS = {
+    "dict": lambda: {"a": 1, "b": 2}, "ordered": lambda: OrderedDict(a=1, b=2), "default": lambda: defaultdict(int, a=1),
+    "list": lambda: [1, 2], "set": lambda: {1, 2}, "deque": lambda: deque([1, 2], maxlen=2), "bytes": lambda: bytearray(b"ab"),
+}  # fmt: skip
+EDITS = {
+    "dict": lambda x: x.pop("a"), "ordered": lambda x: x.move_to_end("a"), "default": lambda x: x["new"],
+    "list": lambda x: x.reverse(), "set": lambda x: x.add(3), "deque": lambda x: x.append(3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_what_a_call_did_is_undone(kind):
+    class Holder:
+        pass
+
+    holder, there = Holder(), KINDS[kind]()
+    holder.of, before = there, copy.copy(there)
+
+    def edited(holder):
+        EDITS[kind](holder.of)
+        holder.of, holder.new = None, 1
+
+    reads = ReadSet()
+    with reads.noting(edited, holder):
+        edited(holder)
+        reads.restore()
+    assert holder.of is there
+    assert there == before
+    assert list(there) == list(before)
+    assert vars(holder) == {"of": there}
+
+
+def test_what_a_call_writes_is_no_constant():
+    def counted():
+        global COUNT
+        COUNT += 1
+
+    reads = noted(counted)
+    assert [place.path for place in reads.written] == ["COUNT"]
+    counted()
+    assert changed(reads) == []
+
+
+def test_items_that_a_call_does_not_write_stay_constants():
+    def counted():
+        FACTORS["done"] += 1
+        return FACTORS["rate"]
+
+    reads = noted(counted)
+    assert [place.path for place in reads.written] == ["FACTORS"]
+    counted()
+    assert changed(reads) == []
+    FACTORS["rate"] = 3.0
+    assert changed(reads) == ["FACTORS['rate']"]
+
+
+def test_state_that_a_call_carries_is_not_kept():
+    class Cell:
+        state = None
+
+        def __call__(self):
+            self.state = torch.zeros(2) if self.state is None else self.state + 1
+
+    cell = Cell()
+    cell()
+    before, reads = weakref.ref(cell.state), noted(cell)
+    assert before() is None
+    after = weakref.ref(cell.state)
+    cell()
+    assert after() is None
+    assert changed(reads) == []
+
+
+def test_what_a_call_sets_to_what_it_was_is_relied_on():
+    thing = Plain()
+    reads = noted(lambda x: setattr(x, "a", 1.0), thing)
+    assert reads.written == []
+    thing.a = 2.0
+    assert changed(reads) == ["Plain.a"]
+
+
+def test_what_a_call_sets_is_an_effect():
+    thing = Plain()
+    reads = noted(lambda x: setattr(x, "a", 2.0), thing)
+    assert [place.path for place in reads.written] == ["Plain.a"]
+    thing.a = 3.0
+    assert changed(reads) == []
+
+
+def test_layers_and_optimizers_are_one_place_each():
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def step():
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+    step()
+    reads = noted(step)
+    of_layers = [r for r in reads.reads.values() if r is not None and r.place.name in ("<layer>", "<optimizer>")]
+    assert len(of_layers) == 10
+    assert changed(reads) == []
+    optimizer.param_groups[0]["lr"] = 1.0
+    assert changed(reads) == ["optimizer"]
+
+
+# -- nothing is another
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Shape(abc.ABC):
+    @abc.abstractmethod
+    def area(self): ...
+
+
+class Square(Shape):
+    def area(self):
+        return 1
+
+
+def warns(x):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        x.warned
+    return [(w.filename, w.lineno) for w in said]
+
+
+class Warner:
+    @property
+    def warned(self):
+        warnings.warn("of the caller", stacklevel=2)
+
+
+def fails(function, *args):
+    try:
+        function(*args)
+    except Exception as e:
+        return type(e), e.args
+    return None
+
+
+SAME = {
+    "no attribute": (Plain, lambda x: fails(getattr, x, "absent")),
+    "no attribute, and a function for such": (Answering, lambda x: (x.some, fails(getattr, x, "nothing"))),
+    "a class that raises": (Lying, lambda x: (x.a, fails(isinstance, x, int))),
+    "the class": (Plain, lambda x: (type(x), x.__class__, isinstance(x, Plain))),
+    "the class of a module": (lambda: SETTINGS, lambda m: (m.__class__, isinstance(m, types.ModuleType), repr(m))),
+    "a copy": (Plain, lambda x: vars(copy.copy(x)).keys()),
+    "an enumeration": (lambda: Colour.RED, lambda c: (c.value, c is Colour.RED, Colour(1), fails(setattr, c, "value", 2))),
+    "an abstract class": (Square, lambda x: (x.area(), isinstance(x, Shape), fails(Shape))),
+    "a warning's place": (Warner, warns),
+    "a deleted attribute": (Plain, lambda x: (delattr(x, "a"), fails(getattr, x, "a"), setattr(x, "a", 1))),
+    "names": (Plain, dir),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_nothing_is_another_while_it_is_noted(what):
+    make, use = SAME[what]
+    thing = make()
+    before, reads = use(thing), ReadSet()
+    with reads.noting(use, thing):
+        meanwhile = use(thing)
+    assert meanwhile == before == use(thing)
+
+
+def test_classes_are_as_before():
+    before = {kind: dict(vars(kind)) for kind in (Plain, Answering, Net, Slotted, Square)}
+    for kind in before:
+        noted(lambda x: getattr(x, "absent", None), kind())
+    assert {kind: dict(vars(kind)) for kind in before} == before
+    assert Plain.__getattribute__ is object.__getattribute__
+    assert sys.getprofile() is None
+
+
+def test_an_exception_leaves_nothing_behind():
+    reads = ReadSet()
+    with pytest.raises(KeyError), reads.noting(PLAIN):
+        PLAIN.table["absent"]
+    assert "__getattribute__" not in vars(Plain)
+    assert type(SETTINGS) is types.ModuleType
+
+
+def test_other_threads_are_not_heard():
+    def read(thing):
+        other = threading.Thread(target=lambda: thing.b)
+        other.start()
+        other.join()
+        return thing.a
+
+    thing = Plain()
+    reads = noted(read, thing)
+    thing.b = 3.0
+    assert changed(reads) == []
+
+
+def test_of_two_calls_at_once_one_is_told_that_it_hears_nothing():
+    outer, inner = ReadSet(), ReadSet()
+    with outer.noting(PLAIN), inner.noting(PLAIN):
+        PLAIN.a
+    assert outer.certain
+    assert not inner.certain
+
+
+class Listener:
+    """Who listens at a gate, and writes down what is said."""
+
+    def __init__(self):
+        self.said, self.codes = [], []
+
+    def has_read(self, thing, name, frame):
+        self.said.append(name)
+
+    def writes(self, thing, name, frame):
+        self.said.append(f"{name} is written")
+
+    def starts(self, code, frame):
+        assert frame.f_code is code
+        self.codes.append(code.co_name)
+        return False
+
+    def reads_past(self, thing):
+        self.said.append(thing)
+
+    def hears_no_more(self):
+        self.said.append("no more")
+
+
+def called():
+    return PLAIN.method()
+
+
+def test_starts_are_heard_once_for_each_code_and_again_by_the_next():
+    for _ in range(2):
+        heard = Listener()
+        with gate(heard, [PLAIN]):
+            called()
+            called()
+        assert heard.codes.count("called") == heard.codes.count("method") == 1
+        assert heard.said[:2] == ["method", "b"]
+
+
+def test_writes_are_heard_before_they_are_made():
+    heard = Listener()
+    with gate(heard, [PLAIN]):
+        PLAIN.a = 1.0
+        del PLAIN.a
+        PLAIN.a = 1.0
+    assert heard.said[:3] == ["a is written"] * 3
+
+
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="before Python 3.12 nobody tells of such calls")
+@pytest.mark.parametrize("get", [object.__getattribute__, PLAIN.__getattribute__], ids=["of the class", "bound"])
+def test_calls_that_go_past_the_doors_are_heard(get):
+    def past():
+        return get(PLAIN, "a") if get is object.__getattribute__ else get("a")
+
+    heard = Listener()
+    with gate(heard):
+        past()
+    assert heard.said == [PLAIN if get is object.__getattribute__ else get]
+
+
+# -- being told
+
+
+def test_what_has_moved_is_told_by_dictionaries_or_read():
+    thing = Plain()
+
+    def read(x):
+        return x.a + len(ROWS) + COUNT
+
+    reads = noted(read, thing)
+    told = Told(r for r in reads.reads.values() if r is not None and r.relied)
+    assert told.moved() == told.moved() == []
+    thing.b = 4.0
+    assert told.moved() == []
+    thing.a = 3.0
+    assert [r.place.path for r in told.moved()] == [f"{type(thing).__name__}.a"]
+    thing.a = 1.0
+    assert told.moved() == []
+    ROWS.append(2)
+    assert [r.place.path for r in told.moved()] == ["ROWS"]
+    ROWS.pop()
+    assert told.moved() == []
+    thing.__dict__ = {**thing.__dict__, "a": 5.0}
+    assert [r.place.path for r in told.moved()] == ["Plain.a"]
