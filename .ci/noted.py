@@ -30,7 +30,7 @@ from phonograph.reads.readset import ReadSet  # noqa: E402
 hide()
 NOTICED, LIVE, ALARM, MISSED, WRONG = "noticed", "live", "false alarm", "missed", "another result"
 KINDS = (NOTICED, LIVE, ALARM, MISSED, WRONG)
-SECONDS = 30
+SECONDS = 60
 
 
 def noted(text: str) -> str:

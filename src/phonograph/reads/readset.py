@@ -56,7 +56,7 @@ __all__ = ["ReadSet"]
 _REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
 _CELLS = frozenset({"__closure__", "cell_contents"})
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
-_IN_BULK = frozenset({"<layer>", "<optimizer>", "<cache>", "<code>"})
+_IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -182,10 +182,10 @@ class ReadSet:
             self.reads[key] = read._replace(relied=True)
 
     def _hold_what_stays(self, key: tuple[int, object], read: Read, now: Reading) -> None:
-        """Of what is in bulk all counts as it is now, of a container or a class what the call has not written."""
+        """Of an optimizer all counts as it is now, of a container, a layer or a class what the call has not written."""
         if key[1] in _IN_BULK:
             self.reads[key] = read._replace(value=now)
-        elif key[1] == "<items>":
+        elif key[1] in ("<items>", "<layer>"):
             for one in what_stays(read, now):
                 self.reads.setdefault((identity(one.place.of), one.place.name), one)
         elif key[1] in ("<class>", "<methods>"):
@@ -255,6 +255,7 @@ class ReadSet:
         if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
             kinds: list[type] = type.__subclasses__(kind)
             self._work.extend((below, below.__qualname__) for below in kinds)
+            self._drain()
 
     def _function(self, f: FunctionType, path: str) -> None:
         key = identity(f.__code__)
@@ -271,7 +272,7 @@ class ReadSet:
         compiled = f.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
             self._hold_whole()
-        for inner in (f.__dict__.get("__wrapped__"), compiled):
+        for inner in [*f.__dict__.values()]:
             self.value(inner, path)
         if compiled is not None and type(compiled) is FunctionType:
             self._variables(compiled)

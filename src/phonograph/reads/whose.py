@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 
 import torch
 import torch.distributions
@@ -73,4 +73,5 @@ def is_apart(kind: type) -> bool:
 
 def name_of(thing: Thing) -> str:
     """A name for what is looked at first. (Objects are not asked for one.)"""
-    return thing.__qualname__ if type(thing) in (FunctionType, type) else type(thing).__name__
+    function = thing.__func__ if type(thing) is MethodType else thing
+    return function.__qualname__ if type(function) in (FunctionType, type) else type(thing).__name__
