@@ -38,9 +38,9 @@ def test_what_is_beside_a_key_that_was_read_differs_without_stand_ins(monkeypatc
 
 def test_nothing_stands_when_nobody_compares():
     from phonograph.engine.live_run import LiveRun
-    from phonograph.guards.reliances import Reliances
+    from phonograph.slots.constants import Constants
 
-    before = LiveRun.run, Reliances.__init__, Reliances.broken
+    before = LiveRun.run, Constants.__init__, Constants.broken
     with Shadow().standing():
-        assert (LiveRun.run, Reliances.__init__, Reliances.broken) != before
-    assert (LiveRun.run, Reliances.__init__, Reliances.broken) == before
+        assert (LiveRun.run, Constants.__init__, Constants.broken) != before
+    assert (LiveRun.run, Constants.__init__, Constants.broken) == before
