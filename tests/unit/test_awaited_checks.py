@@ -81,6 +81,8 @@ def test_a_run_that_is_taken_back_at_its_end_leaves_nothing():
     segments = Segments([Run(outside, left, new)], [], [outside.untyped_storage()], [torch.default_generator], 1, range(2), 0,
                         torch.device("cpu"))  # fmt: skip
     segments.owned = Spans([memory_of(left)])
+    none = types.SimpleNamespace(disturbing=lambda gradients: lambda: False, dials=types.SimpleNamespace(counts=None))
+    segments.exchanges(types.SimpleNamespace(constants=none, gradients=None, numbers=none))
     state = torch.get_rng_state()
     with pytest.raises(TakenBack, match=r"a check of values fails at a\.py:1"):
         segments.run(())

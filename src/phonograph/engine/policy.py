@@ -134,8 +134,10 @@ class Policy:
         """Whether no call has run live since the change. (A failed capture was followed by a live call.)"""
         if case.broken is None or case.gone or not self._options.warmup:
             return False
-        seen = case.history.attempts.failed or (case.broken == GRAD) in case.history.arrivals.live_since
-        return not (seen or self._went_so(case))
+        return not (self._has_run_live(case) or self._went_so(case))
+
+    def _has_run_live(self, case: Case) -> bool:
+        return case.history.attempts.failed or (case.broken == GRAD) in case.history.arrivals.live_since
 
     def _went_so(self, case: Case) -> bool:
         """Whether a decision has changed, and such a call has run live before, however long ago: each tenth step, say, after
@@ -184,6 +186,14 @@ class Policy:
         assert case.broken is not None
         return self._backoff.changed(case.broken, case.history, case.call)
 
+    def _turn(self, case: Case) -> Refusal | None:
+        """Decision that has gone another way before. It counts as a change where no recording was played but by the call that
+        made it: a number by which each call goes on in a way of its own."""
+        players = self._shelf.of(case.call.key)
+        if case.broken is None or not self._went_so(case) or any(player.played > 1 for player in players):
+            return None
+        return self._change(case)
+
     def _live_again(self, case: Case) -> None:
         """Live call after a change: code that runs for the first time must not do so in a dry run.
 
@@ -201,6 +211,8 @@ class Policy:
 
     def _recording(self, case: Case) -> Refusal | None:
         """Capture. Refuse it if the shelf or the pool has no room."""
+        if self._options.warmup and not case.gone and not self._has_run_live(case) and (refusal := self._turn(case)) is not None:
+            return refusal
         case.history.arrivals.live_since.clear()
         case.history.attempts.failed = False
         case.history.capture.gradients_lay_elsewhere += case.broken == GRAD

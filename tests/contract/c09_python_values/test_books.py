@@ -144,7 +144,7 @@ BOOKS = {
         def weight(self): return self.n / 4 if self.n < 4 else 1.0
         def step(self, x, y): self.n += 1; return self.update(x, y, self.weight())
     """),
-    "a context that sets what it decides": (3, 3, """
+    "a context that sets what it decides": (3, 2, """
         n, last = 0, False
         @contextlib.contextmanager
         def counted(self):

@@ -708,9 +708,9 @@ def a_list_in_itself(device):
 
 @way("another value of `n`", remedy="tensors")
 def a_number_that_changes(device):
-    f = pg.record(lambda x, n: x * len(range(n)), warmup=1)
+    f = pg.record(lambda x, n: x * len(n), warmup=1)
     for n in range(80):
-        f(ramp(device, 4), n)  # here
+        f(ramp(device, 4), "n" * n)  # here
 
 
 @way("shape", "`batch['x']`", remedy="pad")
@@ -1006,7 +1006,7 @@ def a_count_in_a_dictionary(device):
 
     def f(x):
         state["n"] = state.get("n", 0) + 1  # here
-        return x * len(range(state["n"]))
+        return x * len(str(state["n"]))
 
     for call in recorded(f):
         call(ramp(device, 4))
@@ -1019,7 +1019,7 @@ class Counting(nn.Module):
 
     def forward(self, x):
         self.steps = self.steps + 1  # here
-        return x * len(range(self.steps))
+        return x * len(str(self.steps))
 
 
 @way("self.steps", "outlives", remedy="copy_")
@@ -1084,9 +1084,9 @@ def a_scheduler(device):
 @way("scale", "call to call", remedy="tensor")
 def a_value_that_changes(device):
     config = Config()
-    f = pg.record(lambda x: x * config.scale, warmup=1)  # here
+    f = pg.record(lambda x: x * len(config.scale), warmup=1)  # here
     for n in range(30):
-        config.scale = n
+        config.scale = "n" * n
         f(ramp(device, 4))
 
 

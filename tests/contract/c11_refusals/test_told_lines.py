@@ -15,22 +15,22 @@ from tests.helpers import assert_settles, may_run_live, plain, ramp, reasons
 
 class _Weighing:
     def __init__(self):
-        self.weight = 0
+        self.weight = ""
 
     def loss(self, x):
-        return x * self.weight  # read here
+        return x * len(self.weight)  # read here
 
 
 @may_run_live
 @pytest.mark.parametrize("way", ["an attribute", "a closure variable", "an item"])
 def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(device, way):
-    weighing, scale, settings = _Weighing(), 0, {"scale": 0}  # whole numbers, which are not followed
+    weighing, scale, settings = _Weighing(), "", {"scale": ""}
 
     def by_closure(x):
-        return x * scale
+        return x * len(scale)
 
     def by_item(x):
-        return x * settings["scale"]
+        return x * len(settings["scale"])
 
     reads, line = {
         "an attribute": (weighing.loss, _Weighing.loss.__code__.co_firstlineno + 1),
@@ -39,14 +39,14 @@ def test_c12_what_changes_from_call_to_call_is_told_with_the_line_that_reads_it(
     }[way]
     f = pg.record(reads)
     for n in range(6):
-        weighing.weight = scale = settings["scale"] = n
+        weighing.weight = scale = settings["scale"] = "n" * n
         assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
     told = pg.explain(f)
     assert re.search(rf"^changed \dx: .* \(read at {re.escape(__file__)}:{line}\)$", told, re.MULTILINE), told
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", pg.RunsLive)
         for n in range(30):
-            weighing.weight = scale = settings["scale"] = n
+            weighing.weight = scale = settings["scale"] = "n" * n
             assert_same(f(ramp(device, 3)), ramp(device, 3) * n)
     (message,) = [str(w.message) for w in said]
     assert f"changes from call to call at {__file__}:{line} (" in message

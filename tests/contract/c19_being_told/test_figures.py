@@ -132,20 +132,20 @@ settings = Settings()
 
 
 def rated(x):
-    return x * settings.rate
+    return x * len(settings.rate)
 
 
 def test_c19_a_change_is_told_with_its_line(device):
-    settings.rate = 3
+    settings.rate = "abc"
     f = pg.record(rated)
     for _ in range(3):
         f(ramp(device, 4))
-    settings.rate = 4
+    settings.rate = "abcd"
     for _ in range(3):
         f(ramp(device, 4))
     where = f"{__file__}:{rated.__code__.co_firstlineno + 1}"
     assert f"settings.rate has changed (read at {where})" in whys(f)
-    assert f"relies on settings.rate = 4 (read at {where})" in lines(f)
+    assert f"relies on settings.rate = 'abcd' (read at {where})" in lines(f)
 
 
 def test_c19_recordings_that_take_turns_are_told(device):

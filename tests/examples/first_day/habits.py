@@ -146,7 +146,7 @@ def p20b_counts_its_steps(mended):
     return Made(trainer.train_step, lambda f, i: f(*labelled(i)))
 
 
-@first_day(told="PG502")
+@first_day()
 def p21_steps_its_scheduler(mended):
     net, opt = classifier()
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.99**epoch)
@@ -156,15 +156,7 @@ def p21_steps_its_scheduler(mended):
         scheduler.step()
         return loss
 
-    def mended_step(x, y):
-        return update(opt, loss_of(net, x, y))
-
-    def outside(f, i):
-        loss = f(*labelled(i))
-        scheduler.step()
-        return loss
-
-    return Made(mended_step, outside) if mended else Made(train_step, lambda f, i: f(*labelled(i)))
+    return Made(train_step, lambda f, i: f(*labelled(i)))
 
 
 @dataclass
@@ -225,7 +217,7 @@ def p28b_draws_noise(mended):
     return Made(train_step, seeded)
 
 
-@first_day(told="PG101 PG1401")
+@first_day()
 def p34_looks_for_nan(mended):
     net, opt = classifier()
 
@@ -238,11 +230,6 @@ def p34_looks_for_nan(mended):
             time.sleep(0)
         return loss.detach()
 
-    def mended_step(x, y):
-        return update(opt, loss_of(net, x, y))
-
-    if mended:
-        return Made(mended_step, lambda f, i: f(*labelled(i)))
     return Made(train_step, lambda f, i: f(*labelled(i), i))
 
 
@@ -279,7 +266,7 @@ class MeanMetric:
         self.count = self.count + 1
 
 
-@first_day(told="PG101")
+@first_day()
 def p36_updates_a_metric(mended):
     net, opt = classifier()
     metric = MeanMetric()
@@ -289,15 +276,7 @@ def p36_updates_a_metric(mended):
         metric.update(loss)
         return loss
 
-    def mended_step(x, y):
-        return update(opt, loss_of(net, x, y))
-
-    def outside(f, i):
-        loss = f(*labelled(i))
-        metric.update(loss)
-        return loss
-
-    return Made(mended_step, outside) if mended else Made(train_step, lambda f, i: f(*labelled(i)))
+    return Made(train_step, lambda f, i: f(*labelled(i)))
 
 
 @first_day(told="PG101", split=True)
