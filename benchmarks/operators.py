@@ -2,6 +2,7 @@
 
     python benchmarks/operators.py --device cpu --at-once 1 --seconds 3000     # goes on where it has stopped
     python benchmarks/operators.py --at-once 16 --seconds 520 --only 'linalg' --ways forward pair
+    python benchmarks/operators.py --device cpu --fallback split --ways forward pair   # what needs the host, cut out
     python benchmarks/operators.py --page > docs/operators.md
 
 A case is a sample of a member in one way (`operator_cases.py`). It is *recorded* (right, and replayed), *live* for a reason,
@@ -71,12 +72,12 @@ def first(error: BaseException) -> str:
     return f"{type(error).__name__}: {' | '.join(lines[:3])}"[:300]
 
 
-def case(member: Any, way: str, i: int) -> tuple[str, str]:
+def case(member: Any, way: str, i: int, fallback: Any) -> tuple[str, str]:
     """What comes of it, and more of what is wrong."""
     recorded: list[Any] = []
 
     def record(f: Any) -> Any:
-        recorded.append(pg.record(f, keep="always"))
+        recorded.append(pg.record(f, keep="always", fallback=fallback))
         return recorded[-1]
 
     try:
@@ -140,7 +141,7 @@ def difference(found: object, live: object, way: str, *, tolerance: float = 0.0)
 # ---- workers -------------------------------------------------------------------------------------
 
 
-def work(pipe: Any, device: str) -> None:
+def work(pipe: Any, device: str, fallback: str) -> None:
     """Take members and ways, and tell what comes of their cases."""
     from operator_cases import members
 
@@ -158,7 +159,7 @@ def work(pipe: Any, device: str) -> None:
             n = 0
         for i in range(n):
             try:
-                what, more = case(known[name], way, i)
+                what, more = case(known[name], way, i, fallback)
             except Exception as error:  # of the comparison
                 what, more = RAISES, first(error)
             row[what] += 1
@@ -171,11 +172,11 @@ def work(pipe: Any, device: str) -> None:
 class Worker:
     """A process, and what it is at."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, fallback: str) -> None:
         # CUDA does not survive a fork; where there is none, what was imported need not be imported again.
         context = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, device), daemon=True)
+        self.process = context.Process(target=work, args=(theirs, device, fallback), daemon=True)
         self.process.start()
         theirs.close()
         self.task: tuple[str, str] | None = None
@@ -204,7 +205,7 @@ class Sweep:
 
     def run(self, save: Callable[[], None]) -> None:
         """All that there is time for; what there is of it is saved now and then."""
-        self.workers = [Worker(self.arguments.device) for _ in range(self.arguments.at_once)]
+        self.workers = [self._worker() for _ in range(self.arguments.at_once)]
         saved = time.monotonic()
         while any(w.task or not w.ready for w in self.workers) or (self.tasks and time.monotonic() < self.until):
             self._turn()
@@ -215,6 +216,9 @@ class Sweep:
                 break
         for worker in self.workers:
             worker.end()
+
+    def _worker(self) -> Worker:
+        return Worker(self.arguments.device, self.arguments.fallback)
 
     def _turn(self) -> None:
         ready = connection.wait([w.pipe for w in self.workers], timeout=1)
@@ -266,7 +270,7 @@ class Sweep:
     def _replace(self, worker: Worker) -> None:
         self.workers.remove(worker)
         if self.tasks and time.monotonic() < self.until:
-            self.workers.append(Worker(self.arguments.device))
+            self.workers.append(self._worker())
 
     def _next(self, worker: Worker) -> None:
         if not self.tasks or time.monotonic() > self.until:
@@ -283,8 +287,10 @@ class Sweep:
 
 
 def path_of(arguments: Any) -> Path:
+    """Each fallback has results of its own; those of `live` are the ones that docs/operators.md shows."""
     folder: Path = arguments.out
-    return folder / f"{CLAIM}_{arguments.device}.json"
+    fallback = "" if arguments.fallback == "live" else f"_{arguments.fallback}"
+    return folder / f"{CLAIM}_{arguments.device}{fallback}.json"
 
 
 def load(path: Path) -> dict[str, dict[str, Row]]:
@@ -319,6 +325,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=500, help="after which no member begins (default: %(default)s)")
     parser.add_argument("--only", help="members whose names this regular expression finds")
     parser.add_argument("--ways", nargs="*", help="only in these ways")
+    parser.add_argument("--fallback", choices=("live", "split", "auto"), default="live", help="(default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="those as well that are in the results")
     parser.add_argument("--wrong", action="store_true", help="those as well that were wrong")
     parser.add_argument("--page", action="store_true", help="print docs/operators.md, and run nothing")
