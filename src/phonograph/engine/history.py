@@ -32,6 +32,8 @@ class Arrivals:
     """A live call was made since gradients (True), or anything else (False), were replaced."""
     turned: set[object] = field(default_factory=set)
     """Decisions that a live call has taken in another way than the recordings of its time."""
+    vain: int = 0
+    """Recordings made in turn, without a live call, of which none was replayed."""
     moved: int = 0
     """`gradients_moved` when gradients were last found elsewhere, or it came first."""
 

@@ -38,6 +38,7 @@ __all__ = ["RULES", "Case", "Policy", "Step"]
 
 ROOM = 8  # live calls of a signature before it may evict a recording that was not played meanwhile
 BLOCKED = 6  # recordings of a signature whose outputs may all be held before its calls run live
+VAIN = 4  # recordings in turn that nothing but the call which made them has played, before each counts as a change
 TURNED = 64  # decisions that are remembered, of one signature
 
 
@@ -132,12 +133,20 @@ class Policy:
 
     def _has_changed(self, case: Case) -> bool:
         """Whether no call has run live since the change. (A failed capture was followed by a live call.)"""
+        return self._is_new(case) and not self._went_so(case)
+
+    def _is_new(self, case: Case) -> bool:
+        """Whether a guard has failed, in code that may be the user's, since the last live call."""
         if case.broken is None or case.gone or not self._options.warmup:
             return False
-        return not (self._has_run_live(case) or self._went_so(case))
+        return not (case.history.attempts.failed or (case.broken == GRAD) in case.history.arrivals.live_since)
 
-    def _has_run_live(self, case: Case) -> bool:
-        return case.history.attempts.failed or (case.broken == GRAD) in case.history.arrivals.live_since
+    def _is_vain(self, case: Case) -> bool:
+        """Whether recordings are made in turn without a replay in between. (Two that take turns may each be made anew.)"""
+        last = max(self._shelf.of(case.call.key), key=lambda player: player.used, default=None)
+        arrivals = case.history.arrivals
+        arrivals.vain = arrivals.vain + 1 if last is None or last.played <= 1 else 0
+        return arrivals.vain > VAIN
 
     def _went_so(self, case: Case) -> bool:
         """Whether a decision has changed, and such a call has run live before, however long ago: each tenth step, say, after
@@ -186,14 +195,6 @@ class Policy:
         assert case.broken is not None
         return self._backoff.changed(case.broken, case.history, case.call)
 
-    def _turn(self, case: Case) -> Refusal | None:
-        """Decision that has gone another way before. It counts as a change where no recording was played but by the call that
-        made it: a number by which each call goes on in a way of its own."""
-        players = self._shelf.of(case.call.key)
-        if case.broken is None or not self._went_so(case) or any(player.played > 1 for player in players):
-            return None
-        return self._change(case)
-
     def _live_again(self, case: Case) -> None:
         """Live call after a change: code that runs for the first time must not do so in a dry run.
 
@@ -210,8 +211,9 @@ class Policy:
         return self._backoff.pays_for(case.call, case.history, case.broken)
 
     def _recording(self, case: Case) -> Refusal | None:
-        """Capture. Refuse it if the shelf or the pool has no room."""
-        if self._options.warmup and not case.gone and not self._has_run_live(case) and (refusal := self._turn(case)) is not None:
+        """Capture. Refuse it if the shelf or the pool has no room, or if none is ever replayed: a change that needs no live
+        call is counted here."""
+        if self._is_new(case) and self._is_vain(case) and (refusal := self._change(case)) is not None:
             return refusal
         case.history.arrivals.live_since.clear()
         case.history.attempts.failed = False

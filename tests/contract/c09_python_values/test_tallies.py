@@ -688,3 +688,22 @@ def test_c09_each_way_of_a_decision_runs_live_before_it_is_captured(device):
             thing.weight = torch.ones(3, device=device)
     assert {3, 9} <= {*ran}, reasons(recorded)
     assert not {18, 27, 36} & {*ran}, reasons(recorded)
+
+
+@may_run_live
+@pytest.mark.parametrize("settled", [0, 20])
+def test_c09_c15_a_tensor_that_is_ever_new_beside_a_decision_is_not_recorded_for_ever(device, settled):
+    class Replaced(Summed):
+        def update(self, x):
+            self.n += 1
+            return (x + self.kept) * (2 if self.n % 2 == 0 else 1)
+
+    thing = Replaced(device)
+    thing.kept = torch.zeros(3, device=device)
+    recorded = pg.record(thing.update, keep="always")
+    for n in range(1, 100):
+        if n > settled:
+            thing.kept = torch.full((3,), float(n), device=device)
+        x = ramp(device, 3)
+        assert torch.equal(recorded(x), (x + thing.kept) * (2 - n % 2))
+    assert pg.stats(recorded).recorded <= 30, reasons(recorded)
