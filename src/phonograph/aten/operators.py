@@ -124,6 +124,8 @@ _OTHER_TANGENTS = {f"aten::{name}" for name in (
 )}  # fmt: skip
 _READS_NUMBER = "aten::_local_scalar_dense"
 _OTHER_STRIDES = {"aten::ormqr"}
+# Given lists, who calls it makes tensors of them afterwards, which no operator fills: a segment after it would not have them.
+_BESIDE_LISTS = {"aten::_ctc_loss"}
 _REFUSABLE = _MASKED_WRITES | _RESHAPES_STORAGE | _OTHER_DERIVATIVES | _OTHER_TANGENTS | _OTHER_STRIDES
 _REMEDIES = {
     _READS_NUMBER: "keep the value on the device: torch.where, pg.cond or masked arithmetic instead of .item(), "
@@ -224,10 +226,17 @@ def _answers_from_data(func: OpOverload) -> bool:
 
 def can_run_live(func: OpOverload | None) -> bool:
     """Whether an operator may run between segments: not if it gives a plain value, which no later segment can read, nor if it
-    is differentiated otherwise where somebody is told of operators, as in the live call before and in the capture."""
-    if func is None or _answers_from_data(func):
+    is differentiated otherwise where somebody is told of operators, as in the live call before and in the capture; nor one
+    that is called by code which goes on with memory that no operator has filled."""
+    if func is None or _answers_from_data(func) or _beside_lists(func):
         return False
     return meaning(func).name not in _OTHER_DERIVATIVES | _OTHER_TANGENTS | _OTHER_STRIDES
+
+
+def _beside_lists(func: OpOverload) -> bool:
+    """Whether who calls this overload fills memory by no operator."""
+    schema = func._schema
+    return schema.name in _BESIDE_LISTS and any(str(a.type) == "List[int]" for a in schema.arguments)
 
 
 def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:

@@ -42,6 +42,18 @@ def masked(device, n):
     return x, torch.full((int((x > n / 8 + 0.2).sum()),), 7.0 + n, device=device)
 
 
+@may_run_live
+@pytest.mark.parametrize("lengths", [tuple, torch.tensor])
+def test_c11_code_that_fills_memory_by_no_operator_after_one_that_needs_the_host(device, lengths):
+    """The mean of losses divides by the lengths of targets. Torch makes a tensor of them after the loss, if they are lists."""
+    loss, inputs, targets = nn.CTCLoss(), lengths([20, 18]), lengths([6, 4])
+
+    both = split(lambda: lambda x, labels: loss(x.sin().log_softmax(2), labels, inputs, targets) * 2)
+    for n in range(6):
+        both(ramp(device, 20, 2, 5, start=n), torch.arange(12, device=device).reshape(2, 6) % 4 + 1)
+    assert lengths is torch.tensor or replayed(both.recorded) == 0
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_c11_an_operator_that_needs_the_host_runs_between_segments(device, times):
     def make():
