@@ -8,7 +8,7 @@
 #
 #   make lint     ruff, mypy, towncrier    make changelog    what is new since the last release
 #   make wheel    dist/*.whl               make docs         the documentation, as pages in site/
-#   make clean    forget all of it
+#   make clean    forget all of it         make soak      faults, injected at random: SEED=1 SECONDS=600
 #
 #   PYTHON=python3.12      another interpreter to start from
 #   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
@@ -24,6 +24,8 @@ TORCH      ?=
 VENV       ?= .venv$(if $(TORCH),-$(TORCH))
 WORKERS    ?= 2
 SLOW       ?=
+SEED       ?= 0
+SECONDS    ?= 600
 ARGS       ?=
 PIP_ARGS   ?=
 
@@ -46,7 +48,7 @@ PINS = $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Else each process that a test starts compiles all of src, and each worker all tests, in each run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint changelog docs wheel clean check-python
+.PHONY: demo test soak lint changelog docs wheel clean check-python
 .NOTPARALLEL:
 
 demo: $(call READY,demo)
@@ -54,6 +56,9 @@ demo: $(call READY,demo)
 
 test: $(call READY,test loops pipelines)
 	$(RUN) -m pytest $(OPTIONS) $(if $(SLOW),,-m "not slow") $(ARGS)
+
+soak: $(call READY,test)
+	$(RUN) -m tests.faults.run --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 lint: $(call READY,test dev)
 	$(RUN) -m ruff check .

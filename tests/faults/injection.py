@@ -31,7 +31,7 @@ from tests.faults.programs import PROGRAMS, Program, Same
 __all__ = ["ERRORS", "PHASES", "Trial", "draw", "run"]
 
 HOME = os.path.dirname(pg.__file__)
-PHASES = {"warm-up": 0, "capture": 1, "replay": 3, "audit": 9}
+PHASES = {"warm-up": 0, "capture": 1, "first replay": 2, "replay": 3, "eviction": 4, "audit": 9}
 """How many calls come before the one that a fault is in."""
 ERRORS: dict[str, type[BaseException]] = {
     "memory": MemoryError,

@@ -23,7 +23,7 @@ class Same:
 
 
 class Program:
-    """Twelve kinds of programs are its subclasses. `call(k)` is the k-th use, `state()` all that it changes."""
+    """The kinds of programs are its subclasses. `call(k)` is the k-th use, `state()` all that it changes."""
 
     def __init__(self, device: torch.device, record: Record) -> None:
         self.device = device
@@ -256,7 +256,39 @@ class Edited(Program):
         return [*super().state(), copy(self.carried), {name: copy(value) for name, value in self.memory.items()}]
 
 
-PROGRAMS: dict[str, type[Program]] = {
-    kind.__name__: kind
-    for kind in (Training, Verified, Accumulating, Outside, Split, Marked, Loop, Held, Sizes, Scheduled, Adversaries, Edited)
-}
+class Evicting(Sizes):
+    """Room for one recording, and two sizes, each for three calls: the fifth call evicts."""
+
+    def prepare(self) -> None:
+        self.recorded_step = self.record(self.step, max_recordings=1)
+
+    def call(self, k: int) -> Any:
+        return super().call(k // 3)
+
+
+class Automatic(Split):
+    """Cut where that pays."""
+
+    def prepare(self) -> None:
+        self.recorded_step = self.record(self.step, fallback="auto")
+
+
+class Padded(Program):
+    """Three sizes of batches, padded to one."""
+
+    def prepare(self) -> None:
+        self.recorded_step = self.record(self.step, shapes={"x": {0: [6]}})
+
+    def step(self, x: torch.Tensor) -> Any:
+        return x.sin() * 2 + 1
+
+    def call(self, k: int) -> Any:
+        with torch.no_grad():
+            return self.recorded_step(self.batch(k, 4 + k % 3, 3))
+
+
+KINDS = (
+    Training, Verified, Accumulating, Outside, Split, Marked, Loop, Held, Sizes, Scheduled, Adversaries, Edited,
+    Evicting, Automatic, Padded,
+)  # fmt: skip
+PROGRAMS: dict[str, type[Program]] = {kind.__name__: kind for kind in KINDS}
