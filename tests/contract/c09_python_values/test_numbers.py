@@ -189,19 +189,27 @@ ROUNDED = {
     "unsigned": (lambda x, c: x.double() * (c - np.uint8(20)), lambda n: np.uint8(n)),
     "large": (lambda x, c: x.double() * (c * c), lambda n: np.float16(n * 20)),
     "divides by zero": (lambda x, c: x.double() * (1 / (c - 3)), lambda n: np.float32(n % 5)),
-    "a power of NumPy's": (lambda x, c: x.double() * np.float32(2.5) ** c, lambda n: np.int8(n % 20)),
+    "a power of NumPy's": (lambda x, c: x.double() * np.float32(1.1) ** c, lambda n: np.int8(n % 20)),
     "its class": (lambda x, c: x * 2 if type(c) is float else x * c, KINDS["float64"]),
     "its bytes": (lambda x, c: x * c.itemsize, KINDS["float32"]),
     "a tensor": (lambda x, c: torch.tensor(c, device=x.device) * 2, lambda n: (np.float64, np.float32)[n % 2](LINE[n])),
     "an array": (lambda x, c: x * float((np.array([c, 1.0]) * 2).sum()), KINDS["float32"]),
     "of an array": (lambda x, c: x * float((c * LINE).sum() + (LINE * c).sum()), KINDS["float64"]),
     "steps": (lambda x, c: x * float(np.arange(0, c, 0.1).sum()), KINDS["float"]),
+    "points that change": (lambda x, c: x * moved(c), KINDS["float64"]),
     "set in an array": (lambda x, c: x * filled(c), KINDS["float"]),
     "a text": (lambda x, c: x * float(f"{c:.1f}"), KINDS["float64"]),
     "turned over": (lambda x, c: x * c + int(~(c > np.float32(0.5))), KINDS["float32"]),
     "kinds in turn": (lambda x, c: x.double() * (c / 3), lambda n: (float, np.float64, np.float32)[n % 3](LINE[n])),
     "an item assigned": (lambda x, c: assigned(x.clone(), c), KINDS["float64"]),
 }
+
+
+def moved(number):
+    points = [1.0, 0.5]
+    found = np.interp(number, [0.0, 1.0], points)
+    points[1] = 7.0
+    return found
 
 
 def filled(number):
@@ -310,6 +318,13 @@ def test_c09_a_schedule_that_is_written_by_hand(device, optimizer, schedule, whe
     if where == "inside" and schedule in ("NumPy's line", "float32"):
         pytest.skip("an entry of an array is looked up by a number that is another in each call")
     assert_followed(alongside(device, made[where]), 10)
+
+
+@may_run_live
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_c09_a_rate_of_two_kinds_in_turn(device, optimizer):
+    """One of them rounds otherwise where the optimizer works with it."""
+    alongside(device, training(stepped, lambda s, n: set_rate(s, (float, np.float32)[n % 2](0.1 * (n + 1) / CALLS)), optimizer))
 
 
 def clipped(s, x, **options):

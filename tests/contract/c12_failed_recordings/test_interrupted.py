@@ -119,6 +119,41 @@ def test_c12_what_raises_in_any_function_of_ours(device, caplog, calls, stride, 
 
 
 @may_run_live
+@pytest.mark.parametrize("end", [Nested.__exit__, standing.ended.__exit__, Cuts.__exit__], ids=lambda end: end.__qualname__)
+def test_c12_what_ends_a_block_fails_at_once_in_a_capture(device, caplog, end):
+    """That is contained, and the call runs live: nobody else takes back what stands."""
+    caplog.set_level(logging.CRITICAL, "phonograph")
+    eager, count, failures = Trainer(device), [0], 0
+    eager.step(ramp(device, 4, 3).cos())
+    eager.step(ramp(device, 4, 3).cos() + 1)
+    for n in range(1, 30):
+        trainer = Trainer(device)
+        recorded = pg.record(trainer.step, keep="always", fallback="split")
+        recorded(ramp(device, 4, 3).cos())
+        before, count[0] = house(), 0
+
+        def trace(frame, event, arg, n=n):
+            if event == "call" and frame.f_code is end.__code__:
+                count[0] += 1
+                if count[0] == n:
+                    raise MemoryError("injected")
+
+        sys.settrace(trace)
+        try:
+            recorded(ramp(device, 4, 3).cos() + 1)
+        except MemoryError:  # where nothing is contained
+            failures += 1
+        finally:
+            sys.settrace(None)
+        assert house() == before, n
+        if count[0] < n:
+            break
+        if not failures:
+            assert is_same(trainer.state(), eager.state()), n
+    assert n > 1, "it was not met"
+
+
+@may_run_live
 @pytest.mark.parametrize("times", [1, 2])
 def test_c12_what_a_capture_has_written_cannot_be_put_back(monkeypatch, caplog, times):
     """It is tried again; then the call does not run live on top of it."""
