@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import phonograph as pg
 from phonograph.guards import module_epochs
 from tests import forked
 
@@ -83,6 +84,11 @@ def test_included_examples_exist() -> None:
     named = {name for page in PAGES for name in INCLUDE.findall(page.read_text(encoding="utf-8"))}
     assert named
     assert named <= {"CHANGELOG.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py"))}
+
+
+def test_the_reference_has_all_public_names() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [name for name in pg.__all__ if not name.startswith("__") and f"::: phonograph.{name}\n" not in page] == []
 
 
 def test_limits_are_one_page() -> None:
