@@ -145,7 +145,8 @@ class Findings:
         if self.records:
             return "is recorded whole, in one piece"
         n = len(self.obstacles)
-        return f"{n} obstacle{'s' * (n != 1)}: as it is, it runs live" if n else "was not recorded within these calls"
+        how = "in segments, or live" if self.pays else "live"
+        return f"{n} obstacle{'s' * (n != 1)}: as it is, it runs {how}" if n else "was not recorded within these calls"
 
     def _numbers(self) -> Iterator[str]:
         if self.live_ms is None or self.host_ms is None:
