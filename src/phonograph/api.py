@@ -216,18 +216,45 @@ def check(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Findings:
 
 @ended_by
 def stats(f: object) -> Stats:
-    """What a recorded function or module did so far, as numbers."""
+    """Counts of what a recorded function or module did so far.
+
+    Args:
+        f: what `pg.record` has returned, or a module on which it was called.
+
+    Returns:
+        A `Stats`, which stays as it is when more calls come.
+
+    Raises:
+        TypeError: `f` is not recorded.
+
+    Example:
+        >>> import torch, phonograph as pg
+        >>> double = pg.record(lambda x: x * 2, keep="always")
+        >>> for _ in range(3):
+        ...     _ = double(torch.ones(3))
+        >>> pg.stats(double).live, pg.stats(double).replayed
+        (1, 2)
+    """
     look()
     return _recorded(f).stats()
 
 
 @ended_by
 def explain(f: object) -> Explanation:
-    """What a recorded function or module did so far and why, as text: its recordings, what each has cost and gives and why it
-    was made, what they rely on, and each reason for running live with the operator, your source line and the remedy.
+    """Text that says what a recorded function or module did so far, and why.
 
-    How long a call takes was measured on the first ones of a recording; later ones are not timed. On a GPU it is for how long a
-    call keeps the program: the longer of the host's time and the device's. A notebook shows it as a page.
+    It has the recordings: what each has cost and gives, why it was made, and what it relies on. And each reason for running
+    live, with the operator, your source line and the remedy. Times are of the first calls of a recording; later ones are not
+    timed. On a GPU a time is the longer of the host's and the device's.
+
+    Args:
+        f: what `pg.record` has returned, or a module on which it was called.
+
+    Returns:
+        An `Explanation`: ``print`` shows it, ``str`` makes text of it, a notebook shows it as a page.
+
+    Raises:
+        TypeError: `f` is not recorded.
     """
     look()
     return Explanation(_recorded(f).explain())
@@ -235,7 +262,7 @@ def explain(f: object) -> Explanation:
 
 @ended_by
 def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> Report:
-    """Write what all recorded functions of this process did so far as one HTML page, which loads nothing and runs no code.
+    """A page of HTML that says what all recorded functions of this process did so far. It loads nothing and runs no code.
 
     It has their calls and recordings, memory, each reason for running live with the lines of your source, and, for each
     recording, the modules that its operators come from. As a context manager it times the calls in its block besides, and
@@ -244,13 +271,16 @@ def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None
     function that is refused for good are counted, and not timed.
 
     Args:
-        path: the file.
+        path: the file. A page that is there is replaced at once, when the new one is whole.
         trace: a trace that `torch.profiler` has exported (`export_chrome_trace`) while recordings were played in this process.
             Of those in it the page has how long the device worked for each module. It is read when the page is written, if it
             is there by then: it may well be exported in the block.
 
+    Returns:
+        A `Report`, for ``with``.
+
     Raises:
-        OSError: the page cannot be written.
+        OSError: the page cannot be written. The old one stays.
         ValueError: the other file is no trace.
 
     Example:
@@ -267,8 +297,17 @@ def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None
 
 @ended_by
 def reset(f: object) -> None:
-    """Drop all recordings of a function and free their memory. Results that you hold stay valid. A module is no longer
-    recorded then. If there is no recording left, methods of torch's classes that were wrapped are torch's own again."""
+    """The end of all recordings of a function, whose memory is freed. Results that you hold stay valid.
+
+    A function is recorded anew from its next calls on. A module is no longer recorded then: its calls are its own again. If no
+    recording is left in the process, methods of torch's classes that were wrapped are torch's own again.
+
+    Args:
+        f: what `pg.record` has returned, or a module on which it was called.
+
+    Raises:
+        TypeError: `f` is not recorded.
+    """
     f = _what_is_recorded(f)
     recorded = _recorded(f)
     recorded.reset()

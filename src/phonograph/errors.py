@@ -108,8 +108,16 @@ class Refusal(Exception):
     """Whether it stands in the way of cutting the call into segments, or of handing on numbers."""
 
     def __str__(self) -> str:
+        return self._said(self.remedy)
+
+    @property
+    def brief(self) -> str:
+        """One sentence, with one thing to do, which helps most often. `explain` has the others."""
+        return self._said(self.remedy.partition("; or ")[0])
+
+    def _said(self, remedy: str) -> str:
         place = f" at {self.where}" if self.where else ""
-        advice = f" ({self.remedy})" if self.remedy else ""
+        advice = f" ({remedy})" if remedy else ""
         code = code_of(self.reason)
         return f"{self.reason}{place}{advice}{f' [{code}]' if code else ''}"
 

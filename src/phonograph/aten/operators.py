@@ -152,6 +152,11 @@ _REMEDIES_THERE = {
     "(x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
+_AS_NUMBER = ".item()", "float(", "int("
+_AS_TENSOR = (
+    "return the tensor and read it outside, or use the tensor itself; or keep the value on the device: torch.where, pg.cond, "
+    'masked arithmetic, x[i.view(1)] where i has no dimensions; or fallback="split", if the value is most often the same'
+)
 _IN_PACKAGE = (
     "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights); or "
     'record the model alone; or fallback="split", if the value is most often the same'
@@ -355,6 +360,8 @@ def reads_value(name: str = _READS_NUMBER, said: Callable[[str], str] = source_o
     otherwise = remedy(name) or "return the tensor and read it outside the recorded function"
     if name == _READS_NUMBER and in_package():
         otherwise = _IN_PACKAGE
+    elif name == _READS_NUMBER and any(part in reader for part in _AS_NUMBER):
+        otherwise = _AS_TENSOR
     there = (advice for part, advice in _REMEDIES_THERE.items() if part in reader)
     return Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise))
 

@@ -69,7 +69,7 @@ class Report:
         """One message. Who is warned finds it in the log only where that says all."""
         logger.log(logging.DEBUG if warns else logging.INFO, "%s %s: %s", self._name, what, refusal)
         if warns:
-            warnings.warn(f"{self._name} {what}: {refusal}", RunsLive, stacklevel=users_level())
+            warnings.warn(f"{self._name} {what}: {refusal.brief}", RunsLive, stacklevel=users_level())
 
     def not_padded(self, refusal: Unpadded) -> None:
         """Tell a reason not to pad, once."""

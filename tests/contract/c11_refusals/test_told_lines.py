@@ -252,6 +252,15 @@ def test_c11_advice_that_was_followed_is_not_given_again(device, tmp_path, alone
     assert (ADVICE[0] in told, ADVICE[1] in told) == (not alone and not split, not split)
 
 
+def test_c11_a_warning_has_one_thing_to_do(device):
+    """What helps most often; the others are in `explain`."""
+    f = pg.record(lambda x: x / x.sum().item())
+    f(ramp(device, 3))
+    with pytest.warns(pg.RunsLive, match=r"\(return the tensor and read it outside, or use the tensor itself\) \[PG101\]$"):
+        f(ramp(device, 3, start=1))
+    assert "torch.where" in reasons(f)
+
+
 @may_run_live
 def test_c11_own_code_that_reads_a_number_is_to_keep_it_on_the_device(device):
     f = pg.record(lambda x: x / x.sum().item())
