@@ -171,13 +171,15 @@ def meaning(func: OpOverload) -> Meaning:
 
 def _meaning(func: OpOverload) -> Meaning:
     schema, tags = func._schema, func.tags
-    writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
-    named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    arguments = schema.arguments  # made anew each time that they are asked for
+    written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    writes = tuple([i for i, a in written if not a.kwarg_only])
+    named = frozenset([a.name for _, a in written])
     reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST or _answers_from_data(func)
     shape_from_data = torch.Tag.dynamic_output_shape in tags or _is_nonzero(schema)
     writes += _UNDECLARED_WRITES.get(schema.name, ())
     writes += COLLECTIVES[schema.name].writes if schema.name in COLLECTIVES else ()
-    random = torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in schema.arguments}
+    random = torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in arguments}
     compiled, others = schema.name.startswith("aten::"), schema.name.split("::")[0] not in _TORCHS
     far = communicates(schema.name)
     return Meaning(
@@ -195,17 +197,15 @@ def _meaning(func: OpOverload) -> Meaning:
         constant=schema.name in _CONSTANT,
         converts=schema.name in _CONVERTING,
         copies=schema.name in _COPIES,
-        resizes=bool(named) and (not compiled or any(map(_may_be_resized, schema.arguments))),
+        resizes=bool(named) and (not compiled or any(_may_be_resized(a) for _, a in written)),
         plain=not (writes or named or random or far or schema.name == "aten::as_strided"),
         calls=calls_others(func),
     )
 
 
 def _may_be_resized(argument: Private) -> bool:
-    """Whether a torch operator may give an argument that it writes another size: `out`, and minima and maxima so far, and no
-    operand that it works on in place, or a list of those."""
-    if argument.alias_info is None or not argument.alias_info.is_write:
-        return False
+    """Whether a torch operator may give this argument, which it writes, another size: `out`, and minima and maxima so far, and
+    no operand that it works on in place, or a list of those."""
     return argument.kwarg_only or not (argument.name == "self" or str(argument.type).startswith("List"))
 
 

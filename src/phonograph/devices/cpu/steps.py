@@ -48,8 +48,9 @@ class Operand:
 
 def kind_of(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool, bool]:
     """In inference mode, operators are noted whole that ask whether a gradient will be wanted, as `matmul` does."""
+    dtype = t.dtype
     trained = t.requires_grad and torch.is_inference_mode_enabled()
-    return t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg(), trained
+    return dtype, t.size(), t.stride(), dtype.is_complex and t.is_conj(), t.is_neg(), trained
 
 
 class Step:

@@ -17,7 +17,7 @@ from ..._torch.dynamic import Args, Kwargs, Thing
 from ..._torch.modes import without_modes
 from ..._torch.operators import OpOverload, calls_higher_order
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
-from ..._torch.tensors import has_memory, storage_id
+from ..._torch.tensors import has_memory, is_ordinary, storage_id
 from ...aten import operators
 from ...aten.collectives import COLLECTIVES, called, refusal
 from ...aten.operators import Meaning
@@ -169,8 +169,7 @@ class Tape(OperatorWatch):
         casts = self.casts.within(m)
         self.repeated = not m.compiled
         try:
-            with self.casts.as_called(m, casts):
-                out = func(*args, **kwargs)
+            out = self.casts.called(m, casts, func, args, kwargs)
         finally:
             self.repeated = False
         results = [out] if type(out) is torch.Tensor else operators.tensors_in(out, [])
@@ -443,7 +442,8 @@ class Tape(OperatorWatch):
 
     def _note(self, value: Thing) -> Thing:
         if isinstance(value, torch.Tensor):
-            place = self._places.get(storage_id(value)) if type(value) is torch.Tensor and value.is_cpu else None
+            ordinary = value.is_cpu and is_ordinary(value)
+            place = self._places.get(value.untyped_storage()._cdata) if ordinary else None
             if place is None:
                 if not has_memory(value):
                     return value  # it is the same at each replay
