@@ -22,9 +22,9 @@ from ..python.origin import in_package
 from ..values.wording import MARKED, source_of
 from .collectives import COLLECTIVES, communicates
 
-__all__ = ["MASKED", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check", "constant", "made_integers",
-           "meaning", "operands", "reaches_beside", "read_on_host", "reads_value", "remedy", "tensors_in", "written_by",
-           "written_one_by_one"]  # fmt: skip
+__all__ = ["MASKED", "NO_TENSORS", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check",
+           "constant", "made_integers", "meaning", "operands", "reaches_beside", "read_on_host", "reads_value", "remedy",
+           "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -109,6 +109,9 @@ _METADATA = {f"aten::{name}" for name in (
 )}  # fmt: skip
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
+NO_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device})
+"""Classes of what most of an operator's other arguments are: to be asked for first, for whether something is a tensor takes
+longer where it is none."""
 _TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional",
            "_c10d_functional_autograd", "fsdp"}  # fmt: skip
 _COPIES = {"aten::_to_copy", "aten::copy_"}
@@ -243,6 +246,8 @@ def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Te
     """The tensors among an operator's arguments, in order."""
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in NO_TENSORS:
+            continue
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
