@@ -70,6 +70,7 @@ alias: Callable[[Private], torch.Tensor] = torch._C.TensorBase.data.__get__  # t
 """`Tensor.data`: another tensor on the same memory, with a version of its own. The cheapest way to make one."""
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 def _gives_storage(t: torch.Tensor) -> bool:
@@ -108,14 +109,16 @@ def storage_id(t: torch.Tensor) -> int:
 def has_memory(t: torch.Tensor) -> bool:
     """Whether a tensor is memory with a shape, and nothing else: to be asked before that memory is asked for, which raises
     where there is none. Not so: what `kind_of` names."""
-    if type(t) in _ORDINARY:
-        return _lies_somewhere(t)
+    if type(t) in _ORDINARY:  # (written out: this is asked of each tensor time and again)
+        if not _has_storage(t) or t.layout is not _STRIDED or t.is_nested or t.is_quantized or t.is_meta:
+            return False
+        return not (is_zero(t) or _is_functional(t))
     with torch._C.DisableTorchFunctionSubclass():  # what its class makes of such questions is not asked
         return not torch.nn.parameter.is_lazy(t) and _lies_somewhere(t) and _has_address(t)
 
 
 def _lies_somewhere(t: torch.Tensor) -> bool:
-    if not _has_storage(t) or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
+    if not _has_storage(t) or t.layout is not _STRIDED or t.is_nested or t.is_quantized or t.is_meta:
         return False
     return not (is_zero(t) or _is_functional(t))
 

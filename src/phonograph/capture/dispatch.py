@@ -318,11 +318,13 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
 
     def _see(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Collect the tensors that an operator reads and writes. Returns its tensor arguments."""
-        known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
+        known, touched, saved, keys = self.known, self.touched, self.saved, list[int]()
+        tensors = operators.operands(args, kwargs)
         for t in tensors:
             if t.layout is not _STRIDED:  # the others that are not known are asked
                 raise _other_kind(m, t)
             key = t.untyped_storage()._cdata
+            keys.append(key)
             name = known.get(key)
             if name:
                 touched.add(key)
@@ -333,13 +335,15 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
                 if not has_memory(t):
                     raise _other_kind(m, t)
                 self.refuse_untraced(m, t)
-            if self.saved and key in self.saved:
+            if saved and key in saved:
                 self.check_saved(key)
-        self.of = self.made_of(m, tensors, args, kwargs)
+        self.of = self.made_of(m, tensors, keys, args, kwargs)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:
-            _numbers_in((*args, *kwargs.values()), self.dials)
+            _numbers_in(args, self.dials)
+            if kwargs:
+                _numbers_in(kwargs.values(), self.dials)
         if kwargs:
             generator = kwargs.get("generator")
             if generator is not None and self.is_new(generator):
@@ -383,8 +387,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         if m.constant:
             out: Thing = self._constant(operators.constant(m, args[0]))
         else:
-            with self.casts.as_called(m, self.casts.within(m)):
-                out = func(*args, **kwargs)
+            out = self.casts.called(m, self.casts.within(m), func, args, kwargs)
         for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
             self._begins(t.untyped_storage())
         return out

@@ -162,6 +162,8 @@ class TapeProgram:
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
 
     def _real(self, value: Thing) -> Thing:
+        if type(value) in operators.NO_TENSORS:
+            return value
         if isinstance(value, Operand):
             return self._operand(value)
         if isinstance(value, (list, tuple)):
