@@ -57,7 +57,7 @@ from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
 from ..values.host_scalars import READS_NUMBER
 from ..values.numbers import base_of, is_truth
-from ..values.step_counts import StepCounts, begins, single
+from ..values.step_counts import Cell, StepCounts, begins, single
 from .reachable import Reach
 
 __all__ = ["DECIDES", "GOES_ON", "Decided", "Dial", "Dials", "Values", "probing", "reals"]
@@ -368,7 +368,7 @@ class Dials:
         self._thread = threading.get_ident()
         # Known once the capture is over: what depends on counts, which are others at each replay.
         self._settled: _Settled | None = None
-        self._moves: list[tuple[Callable[[Values], Values], list[list[int]]]] = []
+        self._moves: list[tuple[Callable[[Values], Values], list[list[Cell]]]] = []
         self.followed: set[tuple[int, str]] = set()
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self.marks: set[int] = set()
@@ -648,12 +648,12 @@ class Dials:
         formula(self.values)
         return any(i >= self._counts_from for i in self._touched)
 
-    def _moving(self, stand: Sequence[Dial]) -> tuple[Callable[[Values], Values], list[list[int]]]:
-        """What counts are when these dials stand for them: the formulas, and the counts' places of each."""
+    def _moving(self, stand: Sequence[Dial]) -> tuple[Callable[[Values], Values], list[list[Cell]]]:
+        """What counts are when these dials stand for them: the formulas, and the counts' cells of each."""
         places: dict[float, list[int]] = {}
         for i, dial in enumerate(stand):
             places.setdefault(dial.probe, []).append(i)
-        return written([self.formulas[probe] for probe in places]), [*places.values()]
+        return written([self.formulas[probe] for probe in places]), [*map(self.counts.cells, places.values())]
 
     def _taken_as(self, probes: Iterable[float]) -> dict[float, Formula]:
         """What operators take for these: floats, whatever they were worked out of."""
@@ -723,8 +723,8 @@ class Dials:
 
     def advance(self, segment: int = -1) -> None:
         """The program has run, up to the end of this segment: counts are what eager would have left."""
-        become, places = self._moves[segment]
-        self.counts.put([*zip(become(self.values), places, strict=True)])
+        become, cells = self._moves[segment]
+        self.counts.put(become(self.values), cells)
         if segment == -1:
             for i, number in zip(self._become, self._leaves, strict=True):
                 self.spots[i].put(number)
@@ -736,8 +736,8 @@ class Dials:
         for position, i, dial in self._moving_at:
             if position < ran:
                 stand[i] = dial
-        become, places = self._moving(stand)
-        self.counts.put([*zip(become(self.values), places, strict=True)])
+        become, cells = self._moving(stand)
+        self.counts.put(become(self.values), cells)
         for i, number in zip(self._become, self._leaves, strict=True) if shows else ():
             self.spots[i].put(number)
 
