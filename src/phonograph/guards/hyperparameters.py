@@ -51,7 +51,7 @@ from ..python.holders import Spot
 from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
-from ..python.origin import is_ours, is_torchs
+from ..python.origin import is_ours, is_torchs, written_out
 from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
@@ -272,6 +272,15 @@ def _bits(values: Values) -> bytes:
     return struct.pack(f"{len(values)}d", *values)
 
 
+def _looking(sources: Sequence[tuple[dict[str, Any], str]]) -> Callable[[], list[Any]]:
+    """A function that gets what is in these groups now."""
+    names: dict[str, object] = {f"get{i}": group.get for i, (group, _) in enumerate(sources)}
+    look: Callable[[], list[Any]] = written_out(
+        f"lambda: [{', '.join(f'get{i}({key!r})' for i, (_, key) in enumerate(sources))}]", names
+    )
+    return look
+
+
 def _may_be_dialled(key: str, setting: object) -> bool:
     """Numbers; and no momentum of 0, by which operators, too, decide that there is none."""
     numbers = _numbers(setting)
@@ -321,7 +330,8 @@ class Dials:
             for group in o.param_groups for key in keys
             if _may_be_dialled(key, group.get(key)) and (identity(group), key) not in wide
         ]  # fmt: skip
-        self.counts = counts
+        self.counts, self._counting = counts, bool(counts)
+        self._look = _looking(self.sources)
         self._last: list[Any] = [group[key] for group, key in self.sources]
         self._forms = [*map(_form, self._last)]
         read = [_numbers(v) or () for v in self._last]
@@ -674,16 +684,12 @@ class Dials:
     def turned(self, *, running: bool = False) -> bool:
         """Whether a source has another value than at the last look; then `values` are the new ones. While a call is `running`,
         its counts are those with which it began."""
-        counts = self.values[self._counts_from :] if running or not self.counts else self.counts.values()
-        now, settings = [group.get(key) for group, key in self.sources], self._settings
-        there, at_spots, others = (
-            [spot.get() for spot in self.spots] if self.spots else self._seen_last,
-            self._at_spots,
-            self._others,
-        )
+        now, settings, at_spots, others = self._look(), self._settings, self._at_spots, self._others
+        there = [spot.get() for spot in self.spots] if self.spots else self._seen_last
         sets, moves = not all(map(operator.is_, now, self._last)), not all(map(operator.is_, there, self._seen_last))
-        if not (sets or moves or self.counts):
+        if not (sets or moves or self._counting):
             return False
+        counts = self.values[self._counts_from :] if running or not self._counting else self.counts.values()
         if sets:
             read = [_numbers(v) for v in now]
             other = None in read or [*map(_form, now)] != self._forms

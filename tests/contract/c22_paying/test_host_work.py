@@ -49,7 +49,7 @@ def trained(device, optimizer, count, groups=1):
     return recorded, chosen
 
 
-def steps_of_the_interpreter(recorded, x):
+def steps_of_the_interpreter(recorded, *xs):
     """How many it takes for one replay."""
     found, tape = [0], TapeProgram.run.__code__
 
@@ -68,7 +68,7 @@ def steps_of_the_interpreter(recorded, x):
     before, replayed = sys.gettrace(), pg.stats(recorded).replayed
     sys.settrace(trace)
     try:
-        recorded(x)
+        recorded(*xs)
     finally:
         sys.settrace(before)
     assert pg.stats(recorded).replayed == replayed + 1, reasons(recorded)
@@ -97,3 +97,35 @@ def test_c22_where_counts_move_the_numbers_are_set_once_and_not_for_each_paramet
     assert len(given) == 3, reasons(recorded)
     assert len(given[0]) <= 12  # of 24 parameters
     assert {float(state["step"]) for state in chosen.state.values()} == {11.0}
+
+
+def test_c22_a_replay_takes_the_host_as_long_for_many_arguments_as_for_few(device):
+    found = []
+    for count in (2, 12):
+        recorded = pg.record(lambda *xs: torch.stack(xs).sum(0), keep="always")
+        given = [[torch.full((4,), float(n + i), device=device) for i in range(count)] for n in range(8)]  # all lie elsewhere
+        for xs in given:
+            recorded(*xs)
+        for player in recorded._shelf:
+            player.due = sys.maxsize
+        found.append(min(steps_of_the_interpreter(recorded, *xs) for xs in given))
+    assert found[0] == found[1]
+
+
+def test_c07_memory_that_was_given_back_is_noticed_among_many_arguments(device):
+    recorded = pg.record(lambda *xs: torch.stack([x.sum() for x in xs]), keep="always")
+
+    def make():
+        return torch.ones(2, 3, device=device), torch.ones(8, 2, device=device)[4:, 1], torch.ones(0, device=device)
+
+    for _ in range(4):
+        recorded(*make())
+    replayed = pg.stats(recorded).replayed
+    assert replayed, reasons(recorded)
+    for which, nbytes in ((0, 0), (0, 20), (1, 60)):
+        xs = make()
+        xs[which].untyped_storage().resize_(nbytes)
+        assert not recorded._known_calls.find(xs, {})
+    xs = make()
+    xs[1].untyped_storage().resize_(64)  # as far as its last element
+    assert recorded._known_calls.find(xs, {})
