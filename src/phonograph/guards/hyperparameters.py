@@ -718,7 +718,7 @@ class Dials:
             numbers = self.numbers().values()
             for formula in self._handed_out:
                 formula(self.values)  # which may raise
-            self._leaves = self._leave(self.values)
+            self._leaves = self._leave(self.values) if self._become else ()
             if self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers):
                 self._stale = True
                 return False
@@ -778,6 +778,8 @@ def _numbers_of(formulas: Mapping[float, Formula]) -> Callable[[Values], Iterabl
 def _decisions(conditions: Iterable[tuple[Formula, bool]]) -> Callable[[Values], bool]:
     """Whether all of these are decided as they were."""
     decided = [*conditions]
+    if not decided:
+        return _none_decided
     outcomes = tuple([outcome for _, outcome in decided])
     now = written([Worked(bool, formula) for formula, _ in decided])
     return lambda values: now(values) == outcomes
