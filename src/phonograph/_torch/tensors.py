@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import add, lt, mul
 
 import torch
 import torch.backends.mha
@@ -20,6 +21,7 @@ __all__ = [
     "TensorBase",
     "address",
     "alias",
+    "any_freed",
     "are_fake",
     "behind",
     "copy_all",
@@ -95,10 +97,30 @@ def is_ordinary(t: torch.Tensor) -> bool:
 
 def is_freed(t: torch.Tensor) -> bool:
     """Whether some of the memory in which a tensor's elements would lie was given back, as by `resize_(0)` of its storage."""
-    if not t.numel():
-        return False
-    last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return t.untyped_storage().nbytes() < (last + 1) * t.itemsize
+    return bool(t.numel()) and t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + _extent(t)
+
+
+def any_freed(like: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """The same of tensors with the shapes, strides and types of these, all together: a function in which no line of Python runs
+    for each."""
+    sizes = [t.itemsize if t.numel() else 0 for t in like]
+    extents = [_extent(t) if t.numel() else 0 for t in like]
+
+    def any_is(tensors: Sequence[torch.Tensor]) -> bool:
+        ends = map(add, map(mul, map(_offset, tensors), sizes), extents)
+        return any(map(lt, map(_nbytes, map(_storage, tensors)), ends))
+
+    return any_is
+
+
+def _extent(t: torch.Tensor) -> int:
+    """The bytes from the first element of a tensor to its last."""
+    return t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+
+
+_offset: Callable[[torch.Tensor], Private] = torch.Tensor.storage_offset
+_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
+_nbytes: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes
 
 
 def storage_id(t: torch.Tensor) -> int:

@@ -479,6 +479,8 @@ class Objects:
         attributes, own = recorded.__dict__, recorded.own
 
         def read() -> Reading:
+            if attributes.keys() <= own:
+                return ()
             return tuple([x for k, v in attributes.items() if k not in own for x in (k, v)])
 
         def restore(values: Reading) -> None:
