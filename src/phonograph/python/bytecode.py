@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from .code_cache import of_code
 
-__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "formats_any",
+__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "converts", "formats_any",
            "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in",
            "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "words_in", "words_of"]  # fmt: skip
 
@@ -727,6 +727,20 @@ def _named(loading: Instructions) -> str:
         return ""
     name = first.argval[0] if isinstance(first.argval, tuple) else first.argval
     return "self" if name in ("self", "cls") else ""
+
+
+@of_code
+def converts(code: CodeType) -> bool | None:
+    """Whether code, or a function that it defines, calls Python's `float`; None if it does anything else with it as well."""
+    found: bool | None = False
+    for inner in all_within(code):
+        every = [*dis.get_instructions(inner)] if "float" in inner.co_names else []
+        for n, i in enumerate(every):
+            if i.argval == "float" and i.opname.startswith((*_OF_GLOBALS, *_ASSIGN, "IMPORT_FROM")):
+                if i.opname not in _OF_GLOBALS or _arguments(every[n + 1 :]) is None:
+                    return None
+                found = True
+    return found
 
 
 _CATCHING = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH", "SETUP_FINALLY", "MATCH_")
