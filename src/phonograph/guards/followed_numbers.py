@@ -40,7 +40,7 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import converts, hands_out
+from ..python.bytecode import hands_out, uses_of_float
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
 from ..python.unnamed_reads import HARMLESS, reads_any_of
@@ -391,8 +391,8 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
 def _converting(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:
     """The global variables of modules in which `float` may be another function for a while: some of these functions call it,
     and no code there asks whether it is the class."""
-    calling = {id(f.__globals__): f.__globals__ for f in functions if converts(f.__code__)}
-    return [space for space in calling.values() if all(converts(code) is not None for code in _codes_of(space))]
+    calling = {id(f.__globals__): f.__globals__ for f in functions if "calls" in uses_of_float(f.__code__)}
+    return [space for space in calling.values() if not any("other" in uses_of_float(code) for code in _codes_of(space))]
 
 
 def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
@@ -476,7 +476,7 @@ def judged(
         dials.stray_all("may be read by code that runs in torch.autograd.grad")
     both = [*ran, *((f.__code__, f.__globals__) for f in more if type(f) is FunctionType)]
     for code, space in both:
-        if id(space) in dials.converting and converts(code) is None:
+        if id(space) in dials.converting and not uses_of_float(code) <= {"calls"}:
             dials.stray_all("is read where code asks for the class float")
         asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
         goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
