@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ from .composite_functions import CONSTANTS, WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals
 from .reachable import Reach
 
-__all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "takes"]
+__all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "reader", "takes"]
 
 At = tuple[int, object]
 
@@ -411,6 +411,11 @@ def _float(x: Thing = 0.0, /) -> Thing:
     if type(x) is Tally:
         return x.as_float()
     return x if type(x) is Dial and x.wide else float(x)
+
+
+def reader(frame: FrameType) -> FrameType:
+    """The frame whose code reads what this one does: that which has called `float`, where that is another function."""
+    return frame.f_back if frame.f_code is _float.__code__ and frame.f_back is not None else frame
 
 
 def _derived(dials: Dials, function: Callable[..., Thing]) -> object:

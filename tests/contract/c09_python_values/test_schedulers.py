@@ -182,3 +182,11 @@ def test_c09_a_module_that_asks_for_the_class_float_as_well(device, code):
     for n in range(1, 20):
         assert_same(g(ramp(device, 3)), other(ramp(device, 3), n))
         assert "float" not in space
+
+
+def test_c09_a_flag_in_a_tensor_that_is_made_a_float_beside_a_count(device):
+    f = converting.scaled_by(SimpleNamespace(n=0, flag=torch.tensor(2.0, device=device)))
+    g = pg.record(f, keep="always")
+    for n in range(1, 20):
+        assert_same(g(ramp(device, 3)), ramp(device, 3) * (n / 8) * 2.0)
+    assert pg.stats(g).replayed >= 16, reasons(g)
