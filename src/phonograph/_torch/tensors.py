@@ -29,6 +29,7 @@ __all__ = [
     "has_memory",
     "inner_names",
     "is_freed",
+    "is_leaf",
     "is_ordinary",
     "is_shape",
     "is_valueless",
@@ -40,6 +41,7 @@ __all__ = [
     "neg_view",
     "owners",
     "say_themselves",
+    "says_history",
     "storage_at",
     "storage_id",
     "tensor_check",
@@ -93,6 +95,24 @@ is_zero: Callable[[torch.Tensor], bool] = getattr(torch._C.TensorBase, "_is_zero
 def is_ordinary(t: torch.Tensor) -> bool:
     """Whether it is of torch's own classes, whose memory is its own, if it has any."""
     return type(t) in _ORDINARY
+
+
+def is_leaf(t: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf. Of a view that was made without gradients, and whose base was written since, torch does not
+    say what it is, but raises: it is none."""
+    try:
+        return t.is_leaf
+    except RuntimeError:
+        return False
+
+
+def says_history(t: torch.Tensor) -> bool:
+    """Whether torch says where a tensor comes from (`is_leaf`)."""
+    try:
+        t.grad_fn  # noqa: B018
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_freed(t: torch.Tensor) -> bool:

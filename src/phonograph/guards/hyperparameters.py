@@ -346,6 +346,7 @@ class Dials:
         self._aliases = 0
         self.times_taken: Counter[float] = Counter()
         """How often operators took each that is wide, by its probe."""
+        self.converting: Set[int] = frozenset()  # the ids of global variables among which `float` was another function
         self.blind = False  # whether code may have run that no mode looked at
         self._seen_last: list[Any] = [spot.get() for spot in spots]
         self._others: list[int] = []  # where there was another number at the last look
