@@ -23,7 +23,15 @@ import torch
 from .._torch.dynamic import Args, Kwargs, Leaves, Thing
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, without_modes
-from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
+from .._torch.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    carried_out,
+    insists_on_no_mode,
+    is_higher_order,
+    is_missing,
+    numbers_in_place_of_tensors,
+)
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id
 from ..aten import operators
@@ -157,7 +165,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         except Refusal as refusal:
             raise self.located(refusal) from None
         except RuntimeError:
-            self.failed = self.failed or func
+            if not numbers_in_place_of_tensors(func, args):  # with which it fails wherever somebody looks on
+                self.failed = self.failed or func
             raise
         finally:
             if listening is not None:
