@@ -136,7 +136,11 @@ class KnownCall:
         if self._leaves is None:
             if not {*map(gradient, args)} <= _NOTHING:
                 return None
-        elif [t.is_leaf for t in args] != self._leaves or any(map(has_gradient_or_hooks, args)) or any(map(takes_no_gradient, args)):
+        elif (
+            [t.is_leaf for t in args] != self._leaves
+            or any(map(has_gradient_or_hooks, args))
+            or any(map(takes_no_gradient, args))
+        ):
             return None
         if n > 1 and len({*map(identity, args)}) < n:
             return None  # one tensor given twice is another signature
