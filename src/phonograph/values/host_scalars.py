@@ -23,8 +23,8 @@ from ..errors import Refusal
 from ..python.identity import identity
 from .pytree import containers, flatten, unflatten
 
-__all__ = ["COMPARISONS", "LEFT_ALIGNED", "NUMBER_READERS", "READS_NUMBER", "Numeral", "Site", "listable", "readable", "reading",
-           "site_of", "tensors_of", "without"]  # fmt: skip
+__all__ = ["COMPARISONS", "LEFT_ALIGNED", "NUMBER_READERS", "READS_NUMBER", "Numeral", "Site", "listable", "readable",
+           "reading", "site_of", "tensors_of", "without"]  # fmt: skip
 
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod", "and", "or", "xor", "lshift", "rshift")
 _OTHERS = (
