@@ -43,18 +43,18 @@ Results = str | Sequence[object]
 
 
 @overload
-def record(fn: M, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",  # type: ignore[overload-overlap]
+def record(fn: M, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "auto",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
-def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",
+def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "auto",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,
            carry: Carry = (), shared: Names = (), results: Results = "stack") -> Recorded[P, R]: ...  # fmt: skip
 @overload
-def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",
+def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "auto",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,
@@ -78,13 +78,13 @@ def record(fn: object = None, /, **options: Any) -> object:
     Args:
         fn: the function, or a `torch.nn.Module`; without it, a decorator is returned.
         warmup: live calls of each signature before it is recorded.
-        fallback: what happens when a call cannot be recorded as a whole. ``"live"`` runs it. ``"split"`` records it in
-            segments: between them, operators run live that need the host. It is run where one of these gives another shape than
-            before, or a number by which the call goes on (``if mask.all():``, `GradScaler`) is another. Numbers that it only
-            hands on (``return loss.item()``) are read at its end. ``"auto"`` does that where it pays: a few calls run live to
-            time them, and unless replays are faster, or where too many calls begin again, all calls run live, with the reason.
-            It runs them with `verify` and `shapes`, and with several ranks. ``"error"`` raises `Unrecordable`. (Functions that
-            are marked `live` run between segments in any case.)
+        fallback: what happens when a call cannot be recorded as a whole. ``"auto"`` records it in segments: between them,
+            operators run live that need the host. It is run where one of these gives another shape than before, or a number by
+            which the call goes on (``if mask.all():``, `GradScaler`) is another. Numbers that it only hands on (``return
+            loss.item()``) are read at its end. That has to pay: a few calls run live to time them, and unless replays are
+            faster, or where too many calls begin again, all calls run live, with the reason. So they do with `verify` and
+            `shapes`, and with several ranks. ``"split"`` does the same, and measures only what `keep` asks for. ``"live"`` runs
+            it. ``"error"`` raises `Unrecordable`. (Functions that are marked `live` run between segments in any case.)
         split_at: with ``fallback="split"``, operators that run live between segments although they could be captured:
             ``"aten::sort"`` or ``torch.ops.mylib.op``, all overloads of it or one. For what must really run each time: an
             operator that counts on the host, for instance.

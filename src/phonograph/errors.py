@@ -22,8 +22,8 @@ class Unrecordable(PhonographError):
 
     Cause: something in the call needs the host while it runs (``.item()``), has a shape that depends on data
     (``nonzero``), or has an effect that a replay could not repeat (``print``). The message names the operator, your
-    source line and the remedy. With the default ``fallback="live"`` the same call runs for real instead and
-    `RunsLive` is warned once.
+    source line and the remedy. With the default ``fallback="auto"`` the same call is cut there, where that pays, or runs
+    for real and `RunsLive` is warned once.
     """
 
 

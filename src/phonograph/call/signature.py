@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from .._torch.autograd import saved_tensors_hooks
+from .._torch.autograd import saved_tensors_hooks, takes_no_gradient
 from .._torch.dynamic import Leaves, Reading, Thing
 from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
 from .._torch.settings import fp32_precision, kept_settings, kernel_getters, kernel_setter, state_guard
@@ -248,6 +248,9 @@ def tensor_key(t: torch.Tensor) -> tuple[object, ...]:
                           "(t.view_as(t))")  # fmt: skip
     if t.is_inference() and t.requires_grad:
         raise NoSignature("takes an inference tensor that requires grad", "pass it detached: t.detach()")
+    if takes_no_gradient(t):
+        raise NoSignature("takes a view of a leaf that was made in no_grad, and to which autograd gives no gradient",
+                          "pass it detached: t.detach()")  # fmt: skip
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a tensor that is conjugated or negated when it is read", "pass t.resolve_conj().resolve_neg()")
     if is_freed(t):

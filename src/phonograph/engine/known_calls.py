@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .._torch.autograd import takes_no_gradient
 from .._torch.dynamic import Args, Kwargs
 from .._torch.modes import transformed
 from .._torch.tensors import address, any_freed, tensor_check
@@ -139,7 +140,11 @@ class KnownCall:
         if self._leaves is None:
             if not {*map(gradient, args)} <= _NOTHING:
                 return None
-        elif [t.is_leaf for t in args] != self._leaves or any(map(has_gradient_or_hooks, args)):
+        elif (
+            [t.is_leaf for t in args] != self._leaves
+            or any(map(has_gradient_or_hooks, args))
+            or any(map(takes_no_gradient, args))
+        ):
             return None
         if n > 1 and len({*map(identity, args)}) < n:
             return None  # one tensor given twice is another signature
