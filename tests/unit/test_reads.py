@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from phonograph.reads.gate import gate
+from phonograph.reads.place import mro_of
 from phonograph.reads.readset import ReadSet
 from phonograph.reads.told import Told
 
@@ -476,3 +477,51 @@ def test_what_has_moved_is_told_by_dictionaries_or_read():
     assert told.moved() == []
     thing.__dict__ = {**thing.__dict__, "a": 5.0}
     assert [r.place.path for r in told.moved()] == ["Plain.a"]
+
+
+def test_what_somebody_else_looks_after_is_apart():
+    """Only what its class has from packages counts of it, and what is reached through it."""
+    own = Plain()
+    own.inner = Plain()
+    reads = ReadSet([own, own.inner])
+    with reads.noting():
+        _ = own.inner.a
+    own.a, own.inner.a = 2, 3
+    assert reads.reads
+    assert not reads.changed()
+
+
+def test_a_class_that_is_being_made_has_no_bases_yet():
+    found = []
+
+    class Meta(type):
+        def mro(cls):
+            found.append(mro_of(cls))
+            return super().mro()
+
+    Meta("Made", (), {})
+    assert found == [()]
+
+
+def test_a_table_is_kept_by_no_circle():
+    """What a call has made goes when the table does."""
+    gc.disable()
+    try:
+        reads, module = ReadSet(), types.ModuleType("read_by_a_call")
+        with reads.noting():
+            Plain().a
+            module.__dict__.get("a")
+        left = weakref.ref(reads)
+        del reads
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_what_a_class_of_torchs_has_been_given_is_noticed(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "mine", 2.0, raising=False)
+    reads = ReadSet()
+    with reads.noting(f := lambda: nn.Linear.mine):
+        f()
+    monkeypatch.setattr(nn.Linear, "mine", 3.0)
+    assert [read.place.path for read in reads.changed()] == ["Linear.mine"]

@@ -13,6 +13,7 @@ few: compiled code (`torch.compile`), and `object.__getattribute__` where code c
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import defaultdict
@@ -33,7 +34,7 @@ from .origin import is_torchs
 from .standing import ended, fresh_in_children, standing
 from .subscripts import TABLES, keys_after
 
-__all__ = ["Reads", "Touching", "behind_gate", "may_be_gated"]
+__all__ = ["DOORS_FILE", "Reads", "Touching", "behind_gate", "gates", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
@@ -46,12 +47,18 @@ _ANY = object()
 _NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
 _BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
 _noting = fresh_in_children(threading.Lock())
-_gates = dict[object, object]()  # what stands in classes for the time of a call, and what stood there
+gates = dict[object, object]()
+"""What stands in classes for the time of a call, and what stood there."""
+# `warnings` leaves frames out whose file has both words in its name.
+DOORS_FILE = os.path.join(os.path.dirname(__file__), "importlib_bootstrap_of_doors.py")
+"""The file of the code that stands there, as other code is told."""
 
 
 def behind_gate(member: Thing) -> Thing:
     """What a class has in the place of this while no reads are noted; `MISSING` if nothing."""
-    return _gates.get(member, member) if type(member) is FunctionType else member
+    while type(member) is FunctionType and member in gates:  # one may stand before another
+        member = gates[member]
+    return member
 
 
 def may_be_gated(kind: Thing) -> bool:
@@ -127,21 +134,21 @@ class Reads:
         put = list[tuple[type, str, Thing]]()
 
         def begin(kind: type, name: str, gate: Thing) -> None:
-            _gates[gate] = vars(kind).get(name, MISSING)
+            gates[gate] = vars(kind).get(name, MISSING)
             put.append((kind, name, gate))
             type.__setattr__(kind, name, gate)
 
         def end() -> None:
             while put:
                 kind, name, gate = put[-1]
-                stood = _gates.get(gate, MISSING)
+                stood = gates.get(gate, MISSING)
                 if vars(kind).get(name) is not gate:
                     pass  # it has not come there, or has gone
                 elif stood is MISSING:
                     type.__delattr__(kind, name)
                 else:
                     type.__setattr__(kind, name, stood)
-                _gates.pop(gate, None)  # late: other threads may look at the class
+                gates.pop(gate, None)  # late: other threads may look at the class
                 put.pop()
 
         def compiles() -> None:
@@ -174,15 +181,15 @@ class Reads:
                 return get(thing, name)
             if name not in names:
                 by_torch = name == "__dict__" and issubclass(type(thing), module)
-                read = _looked_up(sys._getframe(1)) if by_torch else {name}
+                read = _looked_up(_reader()) if by_torch else {name}
                 if touching is not None and not _ALL.isdisjoint(read):
-                    touching.read_all(thing, sys._getframe(1))
+                    touching.read_all(thing, _reader())
                 names |= read
             value = get(thing, name)
             if touching is not None:
-                touching.read(value, sys._getframe(1), name)
+                touching.read(value, _reader(), name)
             if type(value) in TABLES and name not in _NO_TABLES:
-                frame = sys._getframe(1)
+                frame = _reader()
                 at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code, type(value)
             return value
 
@@ -199,6 +206,14 @@ class Reads:
             put(thing, name, value)
 
         return __setattr__
+
+
+def _reader() -> FrameType:
+    """The frame of the code that reads, perhaps through the doors of others."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == DOORS_FILE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _looked_up(frame: FrameType) -> set[str]:

@@ -20,11 +20,10 @@ Nothing else changes: what a door gets, and raises, is what the class behind it 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType, FunctionType, MethodWrapperType, ModuleType, WrapperDescriptorType
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from .._torch.dynamo import not_compiled_by_itself, tells_of_compilation
 from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_ours
+from ..python.read_gate import DOORS_FILE, gates
 from ..python.standing import ended, fresh_in_children, standing
 from .place import in_class, mro_of, vars_of
 
@@ -46,10 +46,8 @@ _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 _MOST = 300 if sys.version_info >= (3, 13) else sys.maxsize
 _opened = dict[int, int]()  # by identity, how often (at worst it counts for a class that has gone)
 _only_one = fresh_in_children(threading.Lock())
-# `warnings` leaves frames out whose file has both words in its name.
-_FILE = os.path.join(os.path.dirname(__file__), "importlib_bootstrap_of_doors.py")
 DOORS = ("__getattribute__", "__setattr__", "__delattr__")
-_INSIDE = (_FILE, __file__)
+_INSIDE = (DOORS_FILE, __file__)
 _getframe = sys._getframe
 
 
@@ -75,11 +73,14 @@ class Hearing(Protocol):
 class Gate:
     """The doors of one call, on the thread that makes it."""
 
-    def __init__(self, hearing: Hearing, known: Thing) -> None:
-        """It need not be told of `known` attributes: pairs of an object's identity and a name."""
-        self._hearing, self._known = hearing, known
+    def __init__(self, hearing: Hearing, known: Thing, *, hears_starts: bool = True) -> None:
+        """It need not be told of `known` attributes: pairs of an object's identity and a name. Where functions are profiled,
+        somebody else who does may tell of their starts (`started`)."""
+        self._hearing: Thing = hearing
+        self._known = known
         self._thread, self.closed = threading.get_ident(), True
         """Nobody is told while it is closed."""
+        self._hears_starts = hears_starts
         self._profile: Thing = None
         self._stands = False
         self._kinds: dict[int, tuple[type, list[tuple[str, object, object]]]] = {}  # by identity: classes may say what is equal
@@ -110,7 +111,9 @@ class Gate:
 
     @staticmethod
     def _put(kind: type, name: str, door: object, put: list[tuple[str, object, object]]) -> None:
-        put.append((name, vars_of(kind).get(name, MISSING), door))
+        stood = vars_of(kind).get(name, MISSING)
+        put.append((name, stood, door))
+        gates[door] = stood
         type.__setattr__(kind, name, door)
 
     def opens_module(self, module: ModuleType) -> bool:
@@ -137,12 +140,12 @@ class Gate:
         return type("module", (ModuleType,), space)
 
     def _reading(self, get: Thing) -> Thing:
-        known, here, ident, tell = self._known, self._thread, threading.get_ident, self._hearing.has_read
+        known, here, ident = self._known, self._thread, threading.get_ident
         of_autograd, told = on_thread_of_autograds, self._telling
 
         def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
             if (identity(thing), name) not in known and not self.closed and (ident() == here or of_autograd()):
-                told(tell, thing, name, _reader())
+                told(self._hearing.has_read, thing, name, _reader())
             return get(thing, name)
 
         return _as_door(__getattribute__)
@@ -187,13 +190,22 @@ class Gate:
 
     # -- starts of functions
 
+    def started(self, frame: FrameType) -> None:
+        """A function starts, as somebody else has heard."""
+        if self._stands and not HEARS_STARTS and identity(frame.f_code) not in self._codes:
+            self._starts(frame.f_code, frame)
+
+    def profiled_by(self, profile: object) -> None:
+        """This function tells of starts. It pauses while somebody is told of what was read."""
+        self._profile = profile
+
     def _starts(self, code: CodeType, frame: FrameType) -> bool:
         """Whether that is to be heard again."""
         if identity(code) in self._codes:
             return False
         self.closed = True
         try:
-            again = self._hearing.starts(code, frame)
+            again: bool = self._hearing.starts(code, frame)
         finally:
             self.closed = not self._stands
         if not again:
@@ -294,7 +306,8 @@ class Gate:
             self._close()
             self._hearing.hears_no_more()
 
-        starts = self._monitoring if hasattr(sys, "monitoring") else self._profiling
+        heard: Thing = self._profiling if self._hears_starts else nullcontext
+        starts = self._monitoring if HEARS_STARTS else heard
         with standing(undo), ended(tells_of_compilation(compiles)):
             self._module_kind = self._kind_of_modules()
             self._stands = True
@@ -302,6 +315,10 @@ class Gate:
                 self.closed = False
                 yield
                 self.closed = True
+
+    def forget(self) -> None:
+        """Who has listened. (The class that modules had leads here, and goes late.)"""
+        self._hearing = self._profile = None
 
     def _close(self) -> None:
         """Take the doors out; may be called again."""
@@ -331,6 +348,8 @@ def gate(hearing: Hearing, objects: Iterable[object] = (), known: Thing = frozen
         yield made
 
 
+HEARS_STARTS = hasattr(sys, "monitoring")
+"""Whether the gate hears by itself of the functions that start, on all threads."""
 _NAME = "phonograph reads"
 _TOOLS = (4, 3, 5, 2, 1, 0)  # the last ones are by convention an optimizer's, a profiler's, a coverage tool's, a debugger's
 PAST = frozenset({"__getattribute__", "__get__"})
@@ -360,7 +379,7 @@ def _may_open(kind: type) -> bool:
 
 
 def _as_door(function: Thing) -> Thing:
-    function.__code__ = function.__code__.replace(co_filename=_FILE)
+    function.__code__ = function.__code__.replace(co_filename=DOORS_FILE)
     not_compiled_by_itself(function.__code__)
     return function
 
@@ -375,7 +394,7 @@ def _reader() -> FrameType | None:
 
 
 def _is_door(member: object) -> bool:
-    return type(member) is FunctionType and member.__code__.co_filename == _FILE
+    return type(member) is FunctionType and member.__code__.co_filename == DOORS_FILE
 
 
 def _take_out(kind: type, name: str, stood: object, door: object) -> None:
@@ -384,3 +403,4 @@ def _take_out(kind: type, name: str, stood: object, door: object) -> None:
             type.__delattr__(kind, name)
         else:
             type.__setattr__(kind, name, stood)
+    gates.pop(door, None)  # late: other threads may look at the class

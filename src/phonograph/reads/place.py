@@ -26,9 +26,10 @@ from ..python.dict_versions import of_class
 from ..python.identity import identity
 from ..python.introspection import MISSING, contents, dictionary_of, own_dict
 
-__all__ = ["CONSTANTS", "Place", "Read", "alike", "all_of_space", "attribute", "cell", "code_of", "held", "imported",
-           "in_class", "is_constant", "klass", "layer", "member", "module_of", "mro_of", "of_class_alone", "optimizer",
-           "registered", "slot", "tables", "tensor", "variable", "vars_of", "what_stays"]  # fmt: skip
+__all__ = ["CONSTANTS", "Place", "Read", "alike", "all_of_space", "attribute", "cell", "code_of", "constants_of", "held",
+           "imported", "in_class", "is_constant", "item_of", "klass", "layer", "member", "module_of", "mro_of",
+           "of_class_alone", "optimizer", "registered", "slot", "tables", "tensor", "variable", "vars_of",
+           "what_stays"]  # fmt: skip
 
 CONSTANTS = frozenset([int, float, str, bytes, bool, type(None), complex, range, type(...), torch.dtype, torch.device,
                        torch.Size, torch.layout, torch.memory_format])  # fmt: skip
@@ -37,7 +38,12 @@ _OWN = frozenset(["__dict__", "__weakref__", "__doc__", "__getattribute__", "__s
                   "_abc_impl", "__abstractmethods__", "__firstlineno__", "__static_attributes__"])  # fmt: skip
 module_of: Callable[[type], object] = type.__dict__["__module__"].__get__
 vars_of: Callable[[type], Thing] = type.__dict__["__dict__"].__get__
-mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+_mro_of: Callable[[type], tuple[type, ...] | None] = type.__dict__["__mro__"].__get__
+
+
+def mro_of(kind: type) -> tuple[type, ...]:
+    """A class and those that it derives from. (While a class is being made there are none yet.)"""
+    return _mro_of(kind) or ()
 
 
 class Place(NamedTuple):
@@ -269,7 +275,7 @@ def what_stays(read: Read, now: Reading) -> Iterator[Read]:
             left = after.get(identity(table), [])
             for key, value in zip(left[: len(left) // 2], left[len(left) // 2 :], strict=True):
                 if _same(found.get(_key(key), MISSING), value):
-                    yield Read(_item(table, key, read.place.path), (value,))
+                    yield Read(item_of(table, key, read.place.path), (value,))
 
 
 def _key(key: object) -> object:
@@ -277,7 +283,9 @@ def _key(key: object) -> object:
     return (type(key), key) if type(key) in CONSTANTS else identity(key)
 
 
-def _item(table: Table, key: object, path: str) -> Place:
+def item_of(table: Table, key: object, path: str) -> Place:
+    """One item of a dictionary."""
+
     def get() -> Reading:
         return (next((v for k, v in dict.items(table) if _key(k) == _key(key)), MISSING),)
 
@@ -354,6 +362,20 @@ def klass(kind: type, path: str, *, whole: bool) -> Place:
                 type.__setattr__(kind, name, value)
 
     return Place(kind, "<class>" if whole else "methods", path, get, put)
+
+
+def constants_of(kind: type, path: str) -> Place:
+    """The plain values that a class has itself."""
+
+    def get() -> Reading:
+        return tuple(x for n, v in vars_of(kind).items() if n not in _OWN and type(v) in CONSTANTS for x in (n, v))
+
+    def put(then: Reading) -> None:
+        for name, value in zip(then[::2], then[1::2], strict=True):
+            if vars_of(kind).get(name, MISSING) is not value:
+                type.__setattr__(kind, name, value)
+
+    return Place(kind, "<constants>", path, get, put)
 
 
 # -- modules

@@ -16,7 +16,7 @@ import builtins
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 
 from .._torch.dynamic import Reading, Table, Thing
+from ..call.live_function import is_marked
+from ..python.bytecode import has_instruction, used_in
 from ..python.identity import identity
 from ..python.introspection import MISSING, functions_with, own_dict
 from ..python.variable_loads import globals_of
@@ -38,6 +40,7 @@ from .place import (
     all_of_space,
     attribute,
     cell,
+    constants_of,
     imported,
     klass,
     member,
@@ -49,7 +52,7 @@ from .place import (
     vars_of,
     what_stays,
 )
-from .whose import OURS, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module
+from .whose import OURS, STDLIB, TORCH, USER, is_apart, is_worth_hearing, name_of, whose, whose_class, whose_module
 
 __all__ = ["ReadSet"]
 
@@ -71,7 +74,11 @@ class _Stray(NamedTuple):
 class ReadSet:
     """The table of one call. `note` it, and then ask what has `changed`."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Iterable[Thing] = (), *, hears_starts: bool = True) -> None:
+        """What is `apart` somebody else looks after, with all that it holds, and all tensors: of that only its classes count
+        here, and what is reached through it. Somebody else may tell of starts (see `Gate`)."""
+        self._apart = {identity(thing): thing for thing in apart}
+        self._hears_starts = hears_starts
         self.reads: dict[tuple[int, object], Read | None] = {}
         self.refused = list[str]()
         """What was read that cannot be compared, or put back: iterators."""
@@ -79,10 +86,18 @@ class ReadSet:
         """Whether nothing that was read has not been heard."""
         self.written = list[Place]()
         """Where the call has left something else than was there before."""
+        self.before = list[Read]()
+        """What was there, but for tensors."""
+        self.set_by_users = set[tuple[int, str]]()
+        """Attributes that the user's code has set, by the identities of what has them and their names."""
+        self.users_names = set[str]()
+        """Names and texts in the user's code that has run."""
+        self._names = set[str]()  # in that of packages as well
+        self._silent = dict[type, None]()  # classes of which all is read, and that are not held whole
         self._whole = False
         self._replaced = list[object]()
         self._kept = list[object]()
-        self._paths = dict[int, str]()  # of what places lead to
+        self._paths = dict.fromkeys(self._apart, "")  # of what places lead to
         self._strays = dict[int, _Stray]()
         self._ways = set[str]()  # of reflection, that code names
         self._functions: defaultdict[int, list[FunctionType]] = defaultdict(list)
@@ -93,17 +108,42 @@ class ReadSet:
     @contextmanager
     def noting(self, *roots: object) -> Iterator[ReadSet]:
         """Note what is read while the block runs, at first of the `roots`: the function that is called, say."""
-        self._gate = Gate(self, self.reads)
-        with self._gate.standing():
-            self._gate.pausing(lambda: self._begin(roots))
-            yield self
-        self._settle()
+        self._gate = Gate(self, self.reads, hears_starts=self._hears_starts)
+        try:
+            with self._gate.standing():
+                self._gate.pausing(lambda: self._begin(roots))
+                yield self
+            self._settle()
+        finally:
+            self._forget_the_way()
+
+    def _forget_the_way(self) -> None:
+        """Nothing that the call has made may be kept by a circle: strays and doors lead back here."""
+        self._strays.clear()
+        self._gate.forget()
+        del self._gate
+        known, self.reads = self.reads, {**self.reads}
+        known.clear()
+        if self._apart:
+            self._kept.clear()
+
+    def started(self, frame: FrameType) -> None:
+        """A function starts, as somebody else has heard."""
+        self._gate.started(frame)
+
+    def profiled_by(self, profile: object) -> None:
+        """This function tells of starts."""
+        self._gate.profiled_by(profile)
 
     def _begin(self, roots: tuple[object, ...]) -> None:
         for module in [*sys.modules.values()]:
-            if type(module) is ModuleType and whose_module(module) not in (TORCH, STDLIB, OURS):
+            if type(module) is ModuleType and is_worth_hearing(module):
                 self._gate.opens_module(module)
-        self.note(variable(vars(builtins), "__import__", "__import__"))
+        for thing in self._apart.values():
+            if type(thing) is FunctionType:
+                self._functions[identity(thing.__code__)].append(thing)
+        for kind in {*map(type, self._apart.values())}:
+            self._class(kind, whole=False)
         for root in roots:
             self.value(root, name_of(root))
 
@@ -164,21 +204,32 @@ class ReadSet:
                 self._known(thing, type(thing).__name__)
                 for name in stray.names:
                     self._of_object(thing, name)
+        self._named_of_classes()
         for key, read in [*self.reads.items()]:
             if read is not None:
                 self._left(key, read, read.place.get())
 
         self._forget_what_was_replaced()
 
+    def _named_of_classes(self) -> None:
+        """Of classes of torch's and of Python's own, of which much may change and does not count, the plain values that code
+        names."""
+        for kind in self._silent:
+            for name in self._names & vars_of(kind).keys():
+                if type(vars_of(kind)[name]) in CONSTANTS and not name.startswith("__"):
+                    self.note(of_class_alone(kind, name, f"{kind.__qualname__}.{name}"))
+
     def _left(self, key: tuple[int, object], read: Read, now: Reading) -> None:
         """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
         if not alike(read.value, now):
             self.written.append(read.place)
-            self._replaced.extend(v for v in read.value if torch.Tensor in mro_of(type(v)))
+            tensors = [v for v in read.value if torch.Tensor in mro_of(type(v))]
+            self._replaced.extend(tensors)
+            self.before.extend([read] if not tensors else [])
             self.reads[key] = read._replace(value=(), relied=False)
             if read.relied:
                 self._hold_what_stays(key, read, now)
-        elif not read.relied:
+        elif not read.relied and key[1] != "<constants>":
             self.reads[key] = read._replace(relied=True)
 
     def _hold_what_stays(self, key: tuple[int, object], read: Read, now: Reading) -> None:
@@ -214,7 +265,8 @@ class ReadSet:
         if kind is WrapperDescriptorType and v.__name__ in PAST:
             self._hold_whole()
         elif torch.Tensor in mro_of(kind):
-            self.note(tensor(v, path))
+            if not self._apart:  # else tensors are looked after as well, wherever they are
+                self.note(tensor(v, path))
         elif type in mro_of(kind):
             self._class(v, whole=True)
         elif kind is FunctionType:
@@ -248,8 +300,11 @@ class ReadSet:
         self._open(kind)
         for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
             if whose_class(base) in (TORCH, STDLIB, OURS):
+                self._silent.update({base: None} if whole else {})
                 continue
             self.note(klass(base, base.__qualname__, whole=whole))
+            if self._apart and not whole:
+                self.note(constants_of(base, base.__qualname__), relied=False)
         if whole and "_abc_impl" in vars_of(kind):
             self.note(registered())
         if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
@@ -258,6 +313,8 @@ class ReadSet:
             self._drain()
 
     def _function(self, f: FunctionType, path: str) -> None:
+        if is_marked(f):
+            return  # what it reads is its own business
         key = identity(f.__code__)
         if f not in self._functions[key]:
             self._functions[key].append(f)
@@ -265,12 +322,13 @@ class ReadSet:
             self.note(values.code_of(f, f.__qualname__))
         if key in self._started or not self._ways.isdisjoint(_CELLS):
             self._variables(f)
-        if not self._ways.isdisjoint(_REFLECTS):
+        theirs = bool(self._apart) or whose(f.__code__.co_filename) in (TORCH, STDLIB, OURS)
+        if not self._ways.isdisjoint(_REFLECTS) and not theirs:
             self.note(all_of_space(f.__globals__, "globals()"))
         if "__annotations__" in self._ways:
             self.value(f.__annotations__, f"{f.__qualname__}.__annotations__")
         compiled = f.__dict__.get("_torchdynamo_orig_callable")
-        if compiled is not None:
+        if compiled is not None and "_torchdynamo_disable" not in f.__dict__:
             self._hold_whole()
         for inner in [*f.__dict__.values()]:
             self.value(inner, path)
@@ -283,6 +341,8 @@ class ReadSet:
             self._whole = True
             known = set(self._paths)
             for thing in [*self._kept]:
+                if ModuleType in mro_of(type(thing)):
+                    continue
                 if identity(thing) in known and type(thing) not in CONSTANTS and self._open(type(thing)):
                     self.value(own_dict(thing), self._paths[identity(thing)])
 
@@ -319,6 +379,9 @@ class ReadSet:
 
     def _of_object(self, thing: Thing, name: str, *, relied: bool = True) -> None:
         key = identity(thing)
+        if key in self._apart:
+            self._of_apart(thing, name)
+            return
         if key not in self._paths:
             self._stray(thing, name)
             return
@@ -326,6 +389,17 @@ class ReadSet:
             self.value(own_dict(thing), self._paths[key])
         if name not in DOORS:
             self.note(attribute(thing, name, f"{self._paths[key]}.{name}"), relied=relied)
+
+    def _of_apart(self, thing: Thing, name: str) -> None:
+        """Of an object that somebody else looks after: what its class has from others, and where the attribute leads."""
+        self.reads[identity(thing), name] = None
+        kind = type(thing)
+        owner = next((base for base in mro_of(kind) if name in vars_of(base)), None)
+        if owner is not None and name not in DOORS and whose_class(owner) not in (USER, STDLIB, OURS):
+            self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
+        value = dict.get(own_dict(thing) or {}, name, MISSING)
+        if type(value) not in values.PURE | CONSTANTS and identity(value) not in self._paths:  # (those are the call's own)
+            self.value(value, f"{kind.__name__}.{name}")
 
     def _stray(self, thing: Thing, name: str) -> None:
         """No place leads to this object: the call has made it, or has it in a way that nobody hears of."""
@@ -349,6 +423,8 @@ class ReadSet:
 
     def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
         key = identity(thing)
+        if frame is not None and whose(frame.f_code.co_filename) == USER:
+            self.set_by_users.add((key, name))
         if key not in self._paths:
             self._met(thing, key, made=not own_dict(thing))  # what has no attributes yet is being made
             return
@@ -379,6 +455,7 @@ class ReadSet:
             self._function(f, f.__qualname__)
             self._variables(f)
         if by != STDLIB:
+            self._absent(code)
             self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
             self._space(code, frame.f_globals)
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
@@ -397,6 +474,15 @@ class ReadSet:
             self.value(value, value.__qualname__)
         else:
             self._open(type(value))
+
+    def _absent(self, code: CodeType) -> None:
+        """Modules that code imports, and that are not there: no door hears of those. What imports may be another as well."""
+        if not has_instruction(code, "IMPORT_NAME"):
+            return
+        self.note(variable(vars(builtins), "__import__", "__import__"))
+        for level, name, _ in used_in(code).imports:
+            if level == 0 and name not in sys.modules:
+                self.note(imported(name))
 
     def _imports(self, frame: FrameType) -> None:
         name = frame.f_locals.get("name")
@@ -419,7 +505,9 @@ class ReadSet:
     def _space(self, code: CodeType, space: Table) -> None:
         self._globals(code, space)
         named = {*code.co_names, *(c for c in code.co_consts if type(c) is str)}
-        if not named.isdisjoint(ALL):
+        self._names |= named
+        self.users_names |= named if whose(code.co_filename) == USER else set()
+        if not named.isdisjoint(PAST):
             self._hold_whole()
         if not named.isdisjoint(_REFLECTS):
             self.note(all_of_space(space, "globals()"))

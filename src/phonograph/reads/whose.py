@@ -17,7 +17,8 @@ from .._torch.dynamic import Thing
 from ..python import origin
 from .place import module_of, mro_of
 
-__all__ = ["OURS", "PACKAGE", "STDLIB", "TORCH", "USER", "is_apart", "name_of", "whose", "whose_class", "whose_module"]
+__all__ = ["OURS", "PACKAGE", "STDLIB", "TORCH", "USER", "is_apart", "is_worth_hearing", "name_of", "whose", "whose_class",
+           "whose_module"]  # fmt: skip
 
 USER, PACKAGE, STDLIB, TORCH, OURS = "user", "package", "stdlib", "torch", "ours"
 # Classes of the standard library whose own work with their objects is not a read of a program's values.
@@ -54,6 +55,20 @@ def whose_module(module: ModuleType) -> str:
         return whose(file)
     top = str(space.get("__name__")).partition(".")[0]
     return STDLIB if top in sys.stdlib_module_names else TORCH if top == "torch" else USER
+
+
+_heard = dict[str, bool]()  # by file: whether it is nobody's of those that are let alone, which does not change
+
+
+def is_worth_hearing(module: ModuleType) -> bool:
+    """Whether a module is the user's or a package's: of others only those are heard that code comes to."""
+    file = _space_of(module).get("__file__")
+    if type(file) is not str:
+        return whose_module(module) == USER
+    found = _heard.get(file)
+    if found is None:
+        found = _heard[file] = whose(file) in (USER, PACKAGE)
+    return found
 
 
 def whose_class(kind: type) -> str:
