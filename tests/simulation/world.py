@@ -27,6 +27,7 @@ import logging
 import math
 import operator
 import random
+import re
 import sys
 import threading
 import types
@@ -97,7 +98,8 @@ class World:
         try:
             yield
         except Exception as error:
-            said = f"{type(error).__qualname__}: {str(error).splitlines()[:1]}"
+            words = re.sub("version [0-9]+", "version", str(error).partition("\n")[0])
+            said = f"{type(error).__qualname__}: {words}"
         if said is not None:
             self._drop_gradients()
         self.turns.append({"raised": said, **Portrait(self._versions).of(self._shown())})
