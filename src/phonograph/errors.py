@@ -125,10 +125,22 @@ class Refusal(Exception):
         """The same, as it is told to the user: with this line, if it has none of its own."""
         if self.where or not where:
             return self
-        told = copy.copy(self)
-        told.where = where
+        told = self.but(where=where)
         told.drop_references()
         return told
+
+    def but(self, **changes: object) -> Refusal:
+        """The same, but for these changes. (Its class may be made from something else than what it says.)"""
+        other = copy.copy(self)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    def __copy__(self) -> Refusal:
+        """(An exception is copied by its constructor, which is given what came by place alone.)"""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        return other
 
     def plain(self) -> Refusal:
         """What it says, and nothing else."""

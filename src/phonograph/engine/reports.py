@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,8 +59,7 @@ class Report:
         parts = refusal.remedy.split(_OR)
         left = [part for part in parts if not any(words in part for words in self._done)]
         if len(left) < len(parts):
-            refusal = copy.copy(refusal)
-            refusal.remedy = _OR.join(left)
+            refusal = refusal.but(remedy=_OR.join(left))
             refusal.drop_references()
         return refusal
 
