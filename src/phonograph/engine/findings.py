@@ -135,7 +135,9 @@ class Findings:
         if self.records:
             return "is recorded whole, in one piece"
         n = len(self.obstacles)
-        return f"{n} obstacle{'s' * (n != 1)}: as it is, it is not recorded whole" if n else "was not recorded within these calls"
+        return (
+            f"{n} obstacle{'s' * (n != 1)}: as it is, it is not recorded whole" if n else "was not recorded within these calls"
+        )
 
     def _numbers(self) -> Iterator[str]:
         if self.live_ms is None or self.host_ms is None:
