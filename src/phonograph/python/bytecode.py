@@ -20,8 +20,8 @@ from typing import NamedTuple
 from .code_cache import of_code
 
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "formats_any",
-           "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in",
-           "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "uses_of_float", "words_in", "words_of"]  # fmt: skip
+           "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in", "read_at",
+           "set_at", "slight_use_in", "used_in", "used_in_full", "uses_of_float", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
