@@ -88,14 +88,14 @@ def _named_in(kind: type) -> frozenset[str]:
     return frozenset(named | vars(torch.nn.Module()).keys())
 
 
-_CONTAINERS = tuple, frozenset, list, set, deque
+_CONTAINERS: tuple[Any, ...] = tuple, frozenset, list, set, deque
 
 
 def _length(values: Collection[object]) -> int:
     """How many items there are, whatever a class of the user's says of that."""
     for kind in _CONTAINERS:
         if isinstance(values, kind):
-            return kind.__len__(values)
+            return int(kind.__len__(values))
     return len(values)
 
 
