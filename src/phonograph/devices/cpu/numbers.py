@@ -1,74 +1,78 @@
 """Numbers of a tape that are others in each replay: its calls read them where they stand, together, when they are run.
 
-A number among the arguments of a call is a constant. So a call with followed ones becomes another, ``f(a, v[3], out=o)``, which
-has the list of all numbers: to set them is one line, however many calls there are.
+Each followed number is one object, a float that is made here and that nobody else gets: operators in C++ take its value. So to
+set a number is to write the value in that object, for however many calls have it. (To make a call anew costs more than its
+operator, and a function around it would be one more place for an interrupt.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import lru_cache, partial
-from itertools import groupby
+import ctypes
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 from ..._torch.dynamic import Thing
-from ...python.origin import written_out
 
 __all__ = ["FollowedNumbers", "numbers_of"]
 
+_VALUE = float.__basicsize__ - ctypes.sizeof(ctypes.c_double)  # where in a float its value lies: last
+
 
 class FollowedNumbers:
-    """Those of one program: the places of probes in its calls."""
+    """Those of one program, by the probes in its calls."""
 
     def __init__(self, calls: Sequence[list[Any]], probes: Set[float]) -> None:
-        """Of these lists of calls, the ones in which there are probes become such as read the numbers."""
-        self._places: dict[float, int] = {}
-        self._now: list[float] = []
-        self._probes = probes
+        """Of these lists of calls, the ones in which there are probes are made anew, with such objects in their place."""
+        self._probes = probes if _can_be_written() else frozenset[float]()
+        self._objects: dict[float, float] = {}
         for some in calls:
             for i, call in enumerate(some):
-                if not probes.isdisjoint(numbers_of(call)):
-                    some[i] = self._reading(call)
+                if not self._probes.isdisjoint(numbers_of(call)):
+                    some[i] = partial(call.func, *self._followed(call.args), **self._followed(call.keywords))
+        self._values = {probe: _value_of(number) for probe, number in self._objects.items()}
 
     @property
     def found(self) -> Set[float]:
         """Which of the probes there are."""
-        return self._places.keys()
+        return self._objects.keys()
 
     def set(self, numbers: Mapping[float, float]) -> None:
         """Of the probes, these are the numbers from now on."""
-        self._now[:] = [numbers[probe] for probe in self._places]
+        for probe, value in self._values.items():
+            value.value = numbers[probe]
 
-    def _reading(self, call: partial[Any]) -> partial[object]:
-        constants: list[Thing] = []
-        given = [self._said(x, constants) for x in call.args]
-        given += [f"{name}={self._said(x, constants)}" for name, x in call.keywords.items()]
-        return partial(_reader(", ".join(given), len(constants)), self._now, call.func, *constants)
-
-    def _said(self, value: Thing, constants: list[Thing]) -> str:
-        """An argument as an expression: a number that is followed as its place, all else as one of the constants."""
-        if self._is_probe(value):
-            return f"v[{self._places.setdefault(value, len(self._places))}]"
-        if isinstance(value, (list, tuple, dict)) and not self._probes.isdisjoint(_numbers(value)):
-            if isinstance(value, dict):
-                return f"{{{', '.join(f'{key!r}: {self._said(x, constants)}' for key, x in value.items())}}}"
-            # (Of many parameters at once there is the same number for each.)
-            alike = [[*some] for _, some in groupby(value, lambda x: x if self._is_probe(x) else object())]
-            items = [f"*({self._said(some[0], constants)},) * {len(some)}" for some in alike]
-            return f"[{', '.join(items)}]" if isinstance(value, list) else f"({', '.join(items)},)"
-        constants.append(value)
-        return f"c{len(constants) - 1}"
-
-    def _is_probe(self, value: object) -> bool:
-        return type(value) is float and value in self._probes
+    def _followed(self, value: Thing) -> Thing:
+        if type(value) is float and value in self._probes:
+            return self._objects.setdefault(value, _new(value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._followed, value))
+        if isinstance(value, dict):
+            return {k: self._followed(v) for k, v in value.items()}
+        return value
 
 
-@lru_cache(maxsize=1024)
-def _reader(given: str, constants: int) -> Callable[..., object]:
-    """A function of the numbers, of the function to be called, and of the constants among its arguments."""
-    named = "".join(f", c{i}" for i in range(constants))
-    reader: Callable[..., object] = written_out(f"lambda v, f{named}: f({given})", {})
-    return reader
+def _new(value: float) -> float:
+    """An object of its own."""
+    made: float = struct.unpack("d", struct.pack("d", value))[0]
+    return made
+
+
+def _value_of(number: float) -> ctypes.c_double:
+    return ctypes.c_double.from_address(id(number) + _VALUE)
+
+
+def _can_be_written() -> bool:
+    """Whether the value of a float lies where this takes it to lie."""
+    if sys.implementation.name != "cpython":
+        return False
+    number = _new(0.40625)
+    if _value_of(number).value != number:
+        return False
+    _value_of(number).value = 0.71875
+    return number == 0.71875
 
 
 def numbers_of(call: partial[object]) -> Iterator[float]:
