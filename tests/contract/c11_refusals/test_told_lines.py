@@ -255,7 +255,7 @@ def test_c11_advice_that_was_followed_is_not_given_again(device, tmp_path, alone
 
 def test_c11_a_warning_has_one_thing_to_do(device):
     """What helps most often; the others are in `explain`."""
-    f = pg.record(lambda x: x / x.sum().item())
+    f = pg.record(lambda x: x / x.sum().item(), fallback="live")
     f(ramp(device, 3))
     with pytest.warns(pg.RunsLive, match=r"\(return the tensor and read it outside, or use the tensor itself\) \[PG101\]$"):
         f(ramp(device, 3, start=1))

@@ -1,7 +1,8 @@
 """C22: what the host does in a replay is the same however many parameters there are. It is counted, in steps of
 the interpreter.
 
-What a tape runs on the CPU is left out: those are its operators.
+What a tape runs on the CPU is left out: those are its operators. So are the kernels of a GPU whose numbers are set: a
+`torch._foreach` operator launches more of them for more tensors.
 """
 
 import functools
@@ -50,7 +51,7 @@ def trained(device, optimizer, count, groups=1):
     return recorded, chosen
 
 
-def steps_of_the_interpreter(recorded, *xs, but=(TapeProgram.run,)):
+def steps_of_the_interpreter(recorded, *xs, but=(TapeProgram.run, KernelNumbers.set)):
     """How many it takes for one replay, without those in some functions."""
     found, left_out = [0], [f.__code__ for f in but]
 
@@ -73,7 +74,7 @@ def steps_of_the_interpreter(recorded, *xs, but=(TapeProgram.run,)):
     finally:
         sys.settrace(before)
     assert pg.stats(recorded).replayed == replayed + 1, reasons(recorded)
-    return found[0]
+    return found[0] or sys.maxsize  # (the first time that Python 3.12 is asked for them, it counts none)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -117,8 +118,11 @@ def test_c22_a_replay_takes_the_host_as_long_for_many_arguments_as_for_few(devic
 def test_c07_memory_that_was_given_back_is_noticed_among_many_arguments(device):
     recorded = pg.record(lambda *xs: torch.stack([x.sum() for x in xs]), keep="always")
 
+    made = []  # all stay, so that none lies where another has been
+
     def make():
-        return torch.ones(2, 3, device=device), torch.ones(8, 2, device=device)[4:, 1], torch.ones(0, device=device)
+        made.append((torch.ones(2, 3, device=device), torch.ones(8, 2, device=device)[4:, 1], torch.ones(0, device=device)))
+        return made[-1]
 
     for _ in range(4):
         recorded(*make())
