@@ -641,7 +641,9 @@ def test_c11_what_lacks_memory_once_is_not_taken_for_what_cannot_be_captured(mon
 def test_c11_an_operator_that_fails_where_any_mode_looks_on(device, fallback, looks):
     """Torch's own code gives it a number, and it takes tensors only. Live calls that are looked at do not fail."""
     if device.type == "cuda" and looks:
-        pytest.xfail("torch 2.11 fails by an assertion of its own before a mode is asked: the live call that is looked at raises")
+        pytest.xfail(
+            "torch 2.11 fails by an assertion of its own before a mode is asked: the live call that is looked at raises"
+        )
     spaced = torch.vmap(lambda x: torch.linspace(x, 4.0, 5, device=device))
 
     def function(x):
