@@ -85,7 +85,10 @@ class Check:
         exception has an error to mend, and nothing that was computed meanwhile to save."""
         self.again = False
         """Whether only the code that asks can make its exception, called once more."""
-        self._kind, self._text, self._where = kind, text, where
+        self.awaited = False
+        """Whether a replay waits for the answer, at its end."""
+        self.where = where
+        self._kind, self._text = kind, text
         self._call: tuple[FunctionType, dict[str, object]] | None = None
 
     @staticmethod
@@ -132,13 +135,13 @@ class Check:
                 return e.with_traceback(None)
             except (TypeError, AttributeError, RuntimeError):  # it was called with less than it had: it is told in our words
                 pass
-        place = f" (in a replay that has ended since; {self._where})" if given is None and self._where else ""
+        place = f" (in a replay that has ended since; {self.where})" if given is None and self.where else ""
         return self._kind(f"{self._text}{place}")
 
     def __call__(self, answer: torch.Tensor, given: list[object]) -> None:
         """Raise the exception if that is the answer; `Failed` where other code has to make it."""
         if bool(answer) is not self.good:
-            raise self.error(given) if not self.again else Failed(self._where)
+            raise self.error(given) if not self.again else Failed(self.where)
 
 
 def validates(frame: FrameType | None, outermost: CodeType | None) -> bool:

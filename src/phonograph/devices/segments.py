@@ -27,8 +27,9 @@ from ..slots.gradients import Grads
 from ..slots.table import Table
 from ..state.rng import put
 
-__all__ = ["Diverged", "Segments", "TakenBack"]
+__all__ = ["FAILS", "Diverged", "Segments", "TakenBack"]
 
+_RARE = "where that is rare, nothing"
 _TIMED = 16  # runs of which it is noted how long their cuts take
 _TORN = (
     "phonograph: {} runs live between the segments of a recording, and {}, for the first time in a replay (at {}). What the "
@@ -36,8 +37,21 @@ _TORN = (
 )
 
 
+FAILS = "a check of values fails"  # in reasons
+
+
 class TakenBack(Refusal):
     """A replay could not go on. Everything is as before the call, which begins again, live."""
+
+    @staticmethod
+    def by_check(where: str) -> TakenBack:
+        """One at a check that has failed, which is made at this line."""
+        return TakenBack(FAILS, _RARE, where, this_call=True, failed=True)
+
+    @staticmethod
+    def by_operator(error: Exception) -> TakenBack:
+        """One at an operator that has raised this."""
+        return TakenBack(f"an operator raises {type(error).__name__} in a replay", _RARE, this_call=True, failed=True)
 
 
 class Diverged(TakenBack):
@@ -60,8 +74,8 @@ class _Before(NamedTuple):
     grads: Grads | None
     kept: list[tuple[torch.Tensor, torch.Tensor | None]]
     """The gradients of parameters."""
-    written: list[torch.Tensor]
-    """Copies of what it writes outside."""
+    written: list[tuple[torch.Tensor, torch.Tensor]]
+    """What it writes outside, and copies of that."""
     states: list[torch.Tensor]
     """Those of random generators."""
     versions: Mapping[int, int]
@@ -74,8 +88,10 @@ class Segments:
     def __init__(
         self, programs: Sequence[Program], breaks: list[Break], written: list[torch.UntypedStorage],
         generators: Sequence[torch.Generator], operators: int, starts: Sequence[int], shows: int,
+        checked: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """The programs start where so much of the call has run, and all together show outside as a `Program` does."""
+        """The programs start where so much of the call has run, and all together show outside as a `Program` does. The last one
+        may be taken back when it has run whole, where it is `checked` on this device."""
         self.programs = programs
         self.breaks = breaks
         self.footprint: Spans = programs[0].footprint
@@ -99,6 +115,7 @@ class Segments:
             places = [storage_at(w.data_ptr(), w.nbytes(), w.device) for w in written if w.nbytes()]
             self._written = [torch.empty(0, dtype=torch.uint8, device=w.device).set_(w) for w in places]
         self._generators = generators
+        self._checked = checked
 
     def exchanges(self, table: Table) -> None:
         """With what, outside, the recording has to do whose program this is. (The table knows the program, which must not be
@@ -161,9 +178,17 @@ class Segments:
             grads.show()
         kept = [*zip(grads.parameters, grads.read(), strict=True)] if grads is not None else []
         with torch.no_grad():
-            written = [t.clone() for t in self._written]
+            written = [(t, t.clone()) for t in (*self._written, *self._left())]
         states = [g.get_state() for g in self._generators]
         return _Before(grads, kept, written, states, self._constants.versions() if marked else {})
+
+    def _left(self) -> list[torch.Tensor]:
+        """What earlier runs have left in the memory of the recording (gradients), where a whole run may be taken back."""
+        if self._checked is None:
+            return []
+        with torch.inference_mode(False):
+            places = [storage_at(start, nbytes, self._checked) for start, nbytes in self.owned]
+            return [torch.empty(0, dtype=torch.uint8, device=self._checked).set_(place) for place in places]
 
     def _run_live(
         self, live: Break, done: list[Done], disturbed: Callable[[], bool], versions: Mapping[int, int]
@@ -211,7 +236,7 @@ class Segments:
 
     def _undo(self, before: _Before) -> None:
         with torch.no_grad():
-            for t, value in zip(self._written, before.written, strict=True):
+            for t, value in before.written:
                 t.copy_(value)
         for g, state in zip(self._generators, before.states, strict=True):
             put(g, state)

@@ -306,6 +306,28 @@ def a_distribution(device):
         call(ramp(device, 4))
 
 
+@way("`torch.linalg.cholesky(x.view(2, 2))` looks at a status", remedy="cholesky_ex", only="cuda")
+def a_root_that_is_tried(device):
+    def f(x):
+        try:
+            return torch.linalg.cholesky(x.view(2, 2))  # here
+        except torch.linalg.LinAlgError:
+            return x.view(2, 2)
+
+    for call in recorded(f):
+        call(torch.eye(2, device=device))
+
+
+@way("bernoulli", "after it has looked at a status", remedy="before", only="cuda")
+def a_draw_by_a_solution(device):
+    def f(x):
+        y = torch.linalg.solve(x.view(2, 2), x.new_ones(2))
+        return torch.bernoulli(y)  # here
+
+    for call in recorded(f):
+        call(2 * torch.eye(2, device=device))
+
+
 @way("opt.step(closure)", remedy="record the model")
 def lbfgs_inside(device):
     net = nn.Linear(4, 1, device=device)

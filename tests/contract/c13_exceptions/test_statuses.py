@@ -1,5 +1,5 @@
-"""C13: operators that look at a status, or at indices, on the host only in order to raise. On the CPU they are recorded, and
-each replay looks as well: the exception is eager's, at that very call. (On a GPU such a call of the user's own runs live.)"""
+"""C13: operators that look at a status, or at indices, on the host only in order to raise. They are recorded, by the part that
+computes; each replay looks at the status as well, and the exception is eager's, at that very call."""
 
 import math
 
@@ -12,7 +12,6 @@ from phonograph.testing import assert_same
 from tests.helpers import counts, may_run_live, ramp, reasons
 
 L = torch.linalg
-CPU = torch.device("cpu")
 
 
 def regular(device, n=0):
@@ -36,7 +35,7 @@ def out_of_range(device):
     return torch.full((3, 3), 99.0, device=device)
 
 
-LOOKS = {
+STATUSES = {
     "cholesky": (L.cholesky, negative),
     "cholesky_ex": (lambda x: L.cholesky_ex(x, check_errors=True).L, negative),
     "cholesky, upper": (lambda x: L.cholesky(x, upper=True), negative),
@@ -52,11 +51,16 @@ LOOKS = {
     "tensorsolve": (lambda x: L.tensorsolve(x, x[0]), singular),
     "matrix_power": (lambda x: L.matrix_power(x, -2), singular),
     "a batch": (lambda x: L.inv(torch.stack([x, regular(x.device)])), singular),
+}
+"""What the calls look at in a status of their own, and something for which it is bad."""
+
+HERE = {
     "cholesky_inverse": (torch.cholesky_inverse, singular),
     "ldl_factor": (lambda x: L.ldl_factor(x).LD, singular),
     "svd": (lambda x: L.svd(x).S, of_nans),
     "pinv": (L.pinv, of_nans),
     "eigh": (lambda x: L.eigh(x).eigenvalues, of_nans),
+    "eig": (lambda x: L.eig(x).eigenvalues, of_nans),
     "multinomial": (lambda x: torch.multinomial(x[0], 1, replacement=True), negative),
     "bernoulli": (lambda x: torch.bernoulli(x / 99), negative),
     "poisson": (torch.poisson, negative),
@@ -80,7 +84,7 @@ LOOKS = {
     "_assert_async": (lambda x: (torch._assert_async(x.trace() > 0, "no trace"), x + 1)[1], negative),
     "a division": (lambda x: x.long() // x.long()[0, 0], singular),
 }
-"""Calls, and what is bad for them."""
+"""Those that look on the CPU only, or by themselves. (A GPU stops its process for such an index.)"""
 
 
 def came_to(call, x):
@@ -108,14 +112,18 @@ def replays_raise_as_eager_does(f, device, make_bad, replayed):
     assert pg.stats(g).replayed >= replayed, reasons(g)
 
 
-@pytest.mark.parametrize("name", LOOKS)
-def test_c13_what_is_looked_at_in_order_to_raise(name):
-    replays_raise_as_eager_does(LOOKS[name][0], CPU, LOOKS[name][1], 5)
+@pytest.mark.parametrize("name", STATUSES)
+def test_c13_a_status_that_is_looked_at_in_order_to_raise(device, name):
+    replays_raise_as_eager_does(STATUSES[name][0], device, STATUSES[name][1], 5)
 
 
-def test_c13_a_step_with_a_status_in_the_middle():
+@pytest.mark.parametrize("name", HERE)
+def test_c13_what_the_cpu_looks_at_in_order_to_raise(name):
+    replays_raise_as_eager_does(HERE[name][0], torch.device("cpu"), HERE[name][1], 5)
+
+
+def test_c13_a_step_with_a_status_in_the_middle(device):
     """What comes before it is written, and nothing that comes after: parameters, gradients, an optimizer's state, counts."""
-    device = CPU
 
     def made():
         w = torch.nn.Parameter(torch.ones(3, device=device))
@@ -144,9 +152,8 @@ def test_c13_a_step_with_a_status_in_the_middle():
     assert pg.stats(f).replayed == 5, reasons(f)
 
 
-def test_c13_a_gradient_from_before_a_status_is_kept():
+def test_c13_a_gradient_from_before_a_status_is_kept(device):
     """A replay would have written another where that lies."""
-    device = CPU
     w = torch.nn.Parameter(torch.ones(3, device=device))
 
     def step(x):
@@ -167,9 +174,8 @@ def test_c13_a_gradient_from_before_a_status_is_kept():
     assert pg.stats(f).recorded == 1, reasons(f)
 
 
-def test_c13_a_status_of_a_recorded_model():
+def test_c13_a_status_of_a_recorded_model(device):
     """Its backward runs outside."""
-    device = CPU
 
     class Solves(torch.nn.Module):
         def __init__(self):
@@ -192,9 +198,8 @@ def test_c13_a_status_of_a_recorded_model():
 
 
 @may_run_live
-def test_c13_a_status_whose_exception_is_caught_within():
+def test_c13_a_status_whose_exception_is_caught_within(device):
     """Where the call itself catches the exception, it is a way to go on."""
-    device = CPU
 
     def f(x):
         try:

@@ -30,9 +30,7 @@ from .bodies import CHOICE, LOOP, Choice, Loop
 from .numbers import FollowedNumbers, numbers_of
 from .steps import Operand, Step
 
-__all__ = ["FAILS", "NOTHING", "TapeProgram", "read_state"]
-
-FAILS = "a check of values fails"  # in reasons
+__all__ = ["NOTHING", "TapeProgram", "read_state"]
 
 aten = torch.ops.aten
 
@@ -93,9 +91,7 @@ class TapeProgram:
             done = len(self.calls) - length_hint(left)  # with the one that raises
             self.ran = self._steps[done - 1] + 1 if done else 0
             if isinstance(e, Exception) and 0 < done <= self._raising:
-                what = FAILS if isinstance(e, Failed) else f"an operator raises {type(e).__name__} in a replay"
-                where = e.where if isinstance(e, Failed) else ""
-                raise TakenBack(what, "where that is rare, nothing", where, this_call=True, failed=True) from e
+                raise (TakenBack.by_check(e.where) if isinstance(e, Failed) else TakenBack.by_operator(e)) from e
             raise
 
     def close(self) -> None:

@@ -38,13 +38,13 @@ from ...python.origin import users_line
 from ...values.host_scalars import READS_NUMBER
 from ...values.wording import source_of
 from ..cuts import UNDONE
-from ..segments import Segments
+from ..segments import FAILS, Segments
 from .arena import Arena
 from .bodies import CHOICE, LOOP, Old, Trial
 from .bystanders import Bystanders
 from .collectives import Exchange, UnderWay, made_by, stand_in
 from .out_variants import tried, variant_of
-from .program import FAILS, NOTHING, TapeProgram, read_state
+from .program import NOTHING, TapeProgram, read_state
 from .raising import may_raise
 from .steps import Operand, Place, Step, described
 

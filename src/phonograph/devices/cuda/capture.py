@@ -7,7 +7,8 @@ in the middle. The allocator's history is how a recording learns its footprint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ from .generators import GraphGenerators
 from .graphs import Graphs
 from .host_constants import Room, seen_from_the_host
 from .private_pool import PrivatePool
-from .program import CommunicatingProgram, GraphProgram
+from .program import CheckedProgram, CommunicatingProgram, GraphProgram
 from .rnn_dropout import BUFFER, forgotten
 from .value_checks import Answers
 
@@ -126,25 +127,28 @@ class Capture:
                 made[storage._cdata] = Made(storage.data_ptr(), storage.nbytes())
         final = [unowned(s) for s in self._slots]
         self._graphs.segments[0].edges.slots = plan.fed(final)
-        program = self._program(footprint)
         others = watch.others({storage_id(t) for t in leaving})
+        program = self._program(footprint, others)
         return Captured(self._result, program, made, watch, self._slots, final, tuple(self._copied), others=others)
 
-    def _program(self, footprint: Spans) -> Program:
+    def _program(self, footprint: Spans, others: Sequence[weakref.ref[torch.UntypedStorage]]) -> Program:
         watch, graphs, states = self.watch, self._graphs, self._states
+        awaits = watch.answers is not None and watch.answers.awaited is not None
+        if awaits:
+            watch.can_be_taken_back(others)
         for segment in graphs.segments:
             segment.bodies.confirm()
         if (watch.has_backward or self._plan.rewind is not None) and any(s.bodies.offset for s in graphs.segments):
             raise Refusal("draws random numbers in a branch or loop by what a tensor holds, and has a backward outside",
                           "record the whole step")  # fmt: skip
-        kind = CommunicatingProgram if watch.communicated else GraphProgram
+        kind = CheckedProgram if awaits else CommunicatingProgram if watch.communicated else GraphProgram
         kept = (self._memory.anchor, self._room if self._room else None, watch.workplaces)
         programs = [
             kind(segment, footprint, watch, kept, self._stream.index, self._plan.rewind,
                  self._surplus if segment is graphs.segments[-1] else 0, graphs.others.values())
             for segment in graphs.segments
         ]  # fmt: skip
-        if not watch.cuts:
+        if not watch.cuts and not awaits:
             return programs[0]
         if watch.drops_out and any(isinstance(part, MarkedBreak) for part, *_ in watch.cuts):
             raise Refusal(f"calls a function that is marked @pg.live, which may seed {BUFFER}",
@@ -155,7 +159,8 @@ class Capture:
         drawn = [*watch.generators, *(g for own in watch.own for g in own.forward)]
         named_here = [g for g in states.generators[1:] if among(g, drawn)]
         generators = [states.generators[0], *named_here]
-        return Segments(programs, parts, watch.undone, generators, watch.operators, range(len(programs) + 1), len(parts))
+        undone, checked = (watch.changed(), watch.device) if awaits else (watch.undone, None)
+        return Segments(programs, parts, undone, generators, watch.operators, range(len(programs) + 1), len(parts), checked)
 
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""

@@ -12,6 +12,10 @@ happens now, once, and would not happen again at a replay. So this watch refuses
 * work on a stream that does not wait for the capture's, which is no part of it and would run now;
 * events of the user's own, on which work outside may wait, and whatever asks or waits for the device's progress.
 
+Operators of linear algebra that look at a status on the host, only in order to raise, are captured without that look. Where
+torch validates by them, a later call tells. Else a run looks at the status when it has ended, and is taken back if it is bad
+(`statuses.py`).
+
 Not every kernel comes from an operator. Inductor's code and Triton launch theirs by themselves; so the watch hears of the
 Python functions that do (`frames`), and asks what they write. A tensor that they have made is new to it. Whether it is really
 the call's own shows at the end, when the footprint is known: by its address.
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
@@ -36,7 +41,7 @@ from ..._torch.cuda import raw_stream
 from ..._torch.dynamic import Args, Kwargs, Leaves
 from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
-from ...aten.operators import MASKED, Meaning, meaning, operands, read_on_host
+from ...aten.operators import MASKED, Meaning, made_integers, meaning, operands, read_on_host
 from ...capture.breaks import Break
 from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
@@ -55,12 +60,14 @@ from ...python.identity import identity
 from ...python.origin import is_compiled, is_torchs, users_line
 from ...state.rng import Rewind
 from ...values.wording import MARKED, operator, source_of
+from ..cuts import UNDONE
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
 from .fixed_values import Recipes, Versions, Watched, bytes_of
 from .host_constants import Room, given, moves
 from .random_states import DrawsWatch
+from .statuses import CONSISTING, LOOKS, TOLD, check_of, indices_of, looks, stops_by_values
 from .value_checks import Answers
 
 __all__ = ["CudaWatch"]
@@ -68,7 +75,6 @@ __all__ = ["CudaWatch"]
 _LAUNCH_HERE = f"launch it on torch.cuda.current_stream(), {MARKED}"
 _HANDED_OUT = meaning(torch.ops.aten.alias.default)._replace(name="data_ptr")
 _NEGATIVE = "normal expects all elements of std >= 0.0"
-_SINGULAR: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 # To find eigenvalues, cuSOLVER waits for the GPU, which no capture allows. Its handle keeps that failure: the next call of such
 # an operator on this thread raises CUSOLVER_STATUS_EXECUTION_FAILED or INTERNAL_ERROR, and only the one after it works (torch
 # 2.11, CUDA 13.0, H200; so does the SVD by QR iterations. No other library's handle, nor another operator, was seen to).
@@ -132,6 +138,8 @@ class CudaWatch(DrawsWatch):
         self.groups: dict[str, None] = {}  # process groups by their names
         self._recipes: Recipes | None = None
         self._answered: list[torch.Tensor] = []  # those on the device that the operator reads which is about to run
+        self._status: Refusal | None = None  # of the first operator at whose status each run looks when it has ended
+        self._since = 0  # how many storages the call had made by then
 
     def runs_beside(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
         """What is worked out at once runs there."""
@@ -247,6 +255,7 @@ class CudaWatch(DrawsWatch):
         return len(known) == len(tensors) > 0 and all(known)
 
     def communicates(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
+        self._ends_without(f"communicates with other ranks ({called(m.name)})")
         known = COLLECTIVES.get(m.name)
         if known is None or known.host:
             raise refusal(m.name, known.host if known is not None else "")
@@ -368,6 +377,7 @@ class CudaWatch(DrawsWatch):
 
     def _compiled(self, frame: FrameType) -> bool:
         """Whether Inductor's code for a graph is called, whose kernels are no operators, and it does not say what it writes."""
+        self._ends_without("calls compiled code")
         self._look_at_stream()
         if self.digest is not None:
             self.digest.note_graph(frame.f_locals["self"])
@@ -384,6 +394,7 @@ class CudaWatch(DrawsWatch):
     def _launched(self, frame: FrameType) -> bool:
         """Never: somebody launches a Triton kernel. What it writes it does not say, unless it belongs to an operator."""
         if not self._performing:
+            self._ends_without("launches a kernel")
             self._look_at_stream()
             given = [*frame.f_locals.get("args", ()), *frame.f_locals.get("kwargs", {}).values()]
             tensors = [t for t in given if isinstance(t, torch.Tensor) and has_memory(t)]
@@ -409,14 +420,12 @@ class CudaWatch(DrawsWatch):
     def perform(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs) -> object:
         if _spoils_handle(m.name, args, kwargs):
             raise Refusal(f"{source_of(m.name)} waits for the GPU", f"do that outside the recorded function, {MARKED}")
+        if self._status is not None:
+            self._goes_on_after(m, args, kwargs)
         if m.random:
             self.draws(m, args, kwargs)
-        if m.name == "aten::_linalg_check_errors" and args[0].is_cuda and validates(sys._getframe(1), self.outermost):
-            with torch_modes.without_modes():
-                failed = (args[0] != 0).any()
-            text = f"{args[1]}: the algorithm failed, mostly because the input is singular or not positive-definite"
-            self.checks(Check(False, _SINGULAR, text, users_line()), failed)
-            return None
+        if looks(m.name, kwargs) and args[0].is_cuda:
+            return self._without_look(func, m, args, kwargs)
         if m.name == "aten::normal" and _has_many_deviations(args) and validates(sys._getframe(1), self.outermost):
             with torch_modes.without_modes():
                 lowest = args[1].detach().amin() >= 0
@@ -443,12 +452,70 @@ class CudaWatch(DrawsWatch):
             self._performing -= 1
         if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:
             super().refuse_untraced(m, args[0])
+        if self._status is not None and m.converts and made_integers(args, out):
+            self._ends_without(f"makes integers of floating-point numbers ({source_of(m.name)})")
         return out
+
+    # -- operators that look at a status in order to raise
+
+    def _without_look(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs) -> object:
+        """What an operator gives that `looks` at a status."""
+        if m.name in CONSISTING:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if m.name == LOOKS:
+            self._looks(func, m, args[1], args[0])
+            return None
+        found: Any = self.perform(func, m, args, {**kwargs, TOLD: False})
+        self._looks(func, m, m.name.removeprefix("aten::"), found[-1])
+        return found
+
+    def _looks(self, func: Any, m: Meaning, name: str, status: torch.Tensor) -> None:
+        """An operator of this name would look at this status. A run does that for it: when it has ended, or later."""
+        with torch_modes.without_modes():
+            failed = (status != 0).any()
+        check = check_of(name, users_line())
+        if not validates(sys._getframe(1), self.outermost):
+            refusal = Refusal(f"{source_of(m.name)} looks at a status on the host, in order to raise",
+                              "use the form that returns it (torch.linalg.cholesky_ex), and torch.where; or "
+                              'fallback="split"', check.where, operator=func)  # fmt: skip
+            cut = self.split or self.decisive or self.parts or self.cuts
+            if cut or self.bodies or self.communicated or not self.may_begin_again or self.caught(any_kind=False):
+                raise refusal
+            if self._status is None:
+                self._status, self._since = refusal, self._made
+            check.awaited = True
+        self.checks(check, failed)
+
+    def _goes_on_after(self, m: Meaning, args: Args, kwargs: Kwargs) -> None:
+        """Refuse an operator that may stop the GPU where what it is given has been made since, of what no live call has."""
+        made = [self.name_of(storage_id(t)) for t in indices_of(m.name, args, kwargs) if self.fixed(t) is None]
+        since = any(isinstance(number, int) and number >= self._since for number in made)
+        if since or m.others or stops_by_values(m.name, args):
+            self._ends_without(f"calls {source_of(m.name)}")
+
+    def _ends_without(self, does: str) -> None:
+        """The call does this. A run that goes on after a bad status must not: it could not be taken back, or might not end."""
+        if self._status is not None:
+            raise self.located(Refusal(f"{does} after it has looked at a status in order to raise (at {self._status.where})",
+                                       "do it before that, or outside"))  # fmt: skip
+
+    def can_be_taken_back(self, left: Sequence[weakref.ref[torch.UntypedStorage]]) -> None:
+        """
+        Raises:
+            Refusal: the call writes more outside, or leaves more there, than each run could note before it begins.
+        """
+        assert self._status is not None
+        there = [*self.changed(), *(storage for ref in left if (storage := ref()) is not None)]
+        refusal, self._status = self._status, None  # which its traceback would keep
+        if sum(storage.nbytes() for storage in there) > UNDONE:
+            raise refusal
 
     def hands_out(self, owner: torch.Tensor | torch.UntypedStorage) -> None:
         """A kernel may get this address, of which no operator tells. It may write there."""
         if owner.device != self.device:
             return super().hands_out(owner)
+        self._ends_without("hands out the address of a tensor")
         self._look_at_stream()
         with torch_modes.without_modes():
             storage = owner if isinstance(owner, torch.UntypedStorage) else owner.untyped_storage()
@@ -524,6 +591,7 @@ class CudaWatch(DrawsWatch):
         return super().perform(clone, meaning(clone), (self.room.place(found),), {})
 
     def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        self._ends_without("runs something live")
         self.may_cut(part)
         self.all_launched_here()
         self.cuts.append((part, [*map(TensorAddress.of, inputs)], [*map(TensorAddress.of, results)]))
@@ -569,10 +637,12 @@ class CudaWatch(DrawsWatch):
         return self.bodies_here()
 
     def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
+        self._ends_without("branches by what a tensor holds")
         with self._refusing():
             self._conditionals.choose(index, bodies)
 
     def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
+        self._ends_without("loops by what a tensor holds")
         with self._refusing():
             self._conditionals.repeat(condition, body)
 

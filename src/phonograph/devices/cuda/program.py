@@ -27,13 +27,14 @@ from ...distributed.watchdog import Watched, launches, unwatch, watch
 from ...memory.pool import Fill
 from ...memory.spans import Spans
 from ...state.rng import Known, Rewind, put, put_offset, reset
+from ..segments import TakenBack
 from . import driver
 from .bodies import number_at
 from .dispatch import CudaWatch
 from .graph_work import work_of
 from .graphs import Graph, Segment
 
-__all__ = ["CommunicatingProgram", "GraphProgram"]
+__all__ = ["CheckedProgram", "CommunicatingProgram", "GraphProgram"]
 
 _thread = threading.local()
 
@@ -210,6 +211,30 @@ class GraphProgram:
         self._keep, self._own = None, []
         self._dropout = None
         self._pointers, self._random, self._stream = None, False, -1  # a live part may close what goes on after it
+
+
+class CheckedProgram(GraphProgram):
+    """One with checks at which each run looks when it has ended: where one has failed, it has to be taken back."""
+
+    def __init__(self, segment: Segment, footprint: Spans, watch_: CudaWatch, keep: object, device: int, *others: Any) -> None:
+        super().__init__(segment, footprint, watch_, keep, device, *others)
+        assert watch_.answers is not None
+        assert watch_.answers.awaited is not None
+        self._awaited = watch_.answers.awaited
+        self.waits = f"it looks at a status, in order to raise ({self._awaited.places})"
+
+    def run(self, sources: Tensors) -> list[torch.Tensor]:
+        if current_device() != self._device or not hasattr(_thread, "has_context"):
+            return self._run_elsewhere(sources)
+        targets = super().run(sources)
+        try:
+            failed = self._awaited.failed()
+        except BaseException:
+            self.ran = 1
+            raise
+        if failed is not None:
+            raise TakenBack.by_check(failed.where)
+        return targets
 
 
 class CommunicatingProgram(GraphProgram):
