@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from phonograph.devices.cuda.program import GraphProgram
 from phonograph.state.rng import Known, Lent, held, share_state
+from tests.faults.injection import Functions
 
 
 class Generator:
@@ -121,32 +122,16 @@ class Random(GraphProgram):
         return [*map(numbers, (*self.states, self.default.state))]
 
 
-class _Interrupts:
-    """At the n-th start of a function of ours."""
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-
-    def __call__(self, frame: Any, event: str, _: object) -> None:
-        if event == "call" and "phonograph" in frame.f_code.co_filename and "tests" not in frame.f_code.co_filename:
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(("kind", "moved"), [("plain", 3), ("rewinds", 0), ("surplus", 2)])
 def test_an_interrupt_anywhere_leaves_generators_before_or_after_a_launch(kind: str, moved: int) -> None:
     before, after = [(1, 0), (1, 100), (2, 40)], [(1, 0), (1, 103), (2, 40 + moved)]
     launched = []
     for n in range(1, 30):
         program = Random(kind)
-        sys.settrace(_Interrupts(n))
-        try:
+        with suppress(KeyboardInterrupt), Functions(n, KeyboardInterrupt) as fault:
             program._go_random()
-        except KeyboardInterrupt:
+        if fault.where:
             launched.append(program.ran)
-        finally:
-            sys.settrace(None)
         assert program.numbers() == (after if program.ran else before), n
     assert 0 in launched
     assert 1 in launched
