@@ -311,10 +311,10 @@ def test_a_capture_is_ended_where_an_interrupt_comes_anywhere(fails: bool) -> No
     for n in range(1, 60):
         begun = Begun()
         states: Any = SimpleNamespace(put_back=lambda begun=begun: setattr(begun, "put_back", True) or True)
-        with suppress(KeyboardInterrupt, KeyError), Functions(n, KeyboardInterrupt) as fault, unwound():
-            with _capturing(begun, states):  # type: ignore[arg-type]
-                if fails:
-                    raise KeyError
+        capturing = _capturing(begun, states)  # type: ignore[arg-type]
+        with suppress(KeyboardInterrupt, KeyError), Functions(n, KeyboardInterrupt) as fault, unwound(), capturing:
+            if fails:
+                raise KeyError
         assert not begun.open, (n, fault.where)
         assert gc.isenabled()
         seen.append(fault.where)

@@ -32,8 +32,8 @@ from ..python.identity import identity
 from ..values.device_names import named
 from .compiled_generators import Begins, OwnGenerators
 
-__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Lent", "Rewind", "States", "asked", "held", "put", "put_offset", "reset",
-           "sets_for_torch", "share_state"]  # fmt: skip
+__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Lent", "Rewind", "States", "asked", "held", "put", "put_offset",
+           "reset", "sets_for_torch", "share_state"]  # fmt: skip
 
 
 def _code(function: Callable[..., object]) -> CodeType:
@@ -119,8 +119,8 @@ def held(generators: list[torch.Generator]) -> list[torch.Generator]:
 
 
 class Lent(NamedTuple):
-    """What a state was lent that a graph knows: the numbers that a generator has now, and what stood there `before` if these are
-    others."""
+    """What a state that a graph knows was lent: the numbers of a generator. Where those are others, `before` is what stood
+    there."""
 
     generator: torch.Generator
     own: torch.Generator
@@ -187,7 +187,7 @@ class Known:
         return had
 
     def lend(self, lent: list[Lent]) -> None:
-        """Before a launch: the states begin with the numbers of what the generators have now. Each is noted in `lent` before."""
+        """Before a launch: the states begin with the numbers of what the generators have now. Each is noted first."""
         for g, own in self._distinct:
             stood = g.get_offset()
             same = stood == own.get_offset() and g.initial_seed() == own.initial_seed()
@@ -197,8 +197,8 @@ class Known:
 
     @staticmethod
     def take_back(lent: Sequence[Lent], launched: object) -> None:
-        """After it: the generators are where the launch has left the states, and in those stands what stood there before. May be
-        done again where an interrupt has ended it."""
+        """After it: the generators are where the launch has left the states, and in those stands what stood before. May be done
+        again where an interrupt has ended it."""
         for g, own, stood, before in lent:
             if launched and g.get_offset() == stood != (stands := own.get_offset()):
                 put_offset(g, stands)  # it has another state, perhaps with the same numbers

@@ -105,7 +105,7 @@ def cached(device: int) -> int:
 
 
 class Hold:
-    """Blocks that are held, until `release()`; or until it goes itself, where an exception has come before who would do that."""
+    """Blocks that are held, until `release()`; or until it goes itself, where an exception has come before that."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
