@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 
 from phonograph._torch import cuda as torch_cuda
 from phonograph.devices.cuda import allocator as cuda_memory
+from phonograph.devices.cuda.capture import _capturing
 from phonograph.devices.cuda.device import CudaDevice
 from phonograph.devices.cuda.private_pool import PrivatePool
 from phonograph.memory.spans import Spans
+from phonograph.python.standing import unwound
+from tests.faults.injection import Functions
 
 MIB = 1 << 20
 POOL = (0, 1)
@@ -266,6 +270,56 @@ def test_nothing_stays_held_after_an_exception(allocator: Allocator, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             cuda_memory.hold_all(POOL)
     assert all(b.free for b in cuda_memory.blocks(POOL))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_nothing_stays_held_where_an_interrupt_comes_anywhere(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_cuda, "route_to_pool", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch_cuda, "clear_cublas_workspaces", lambda: None)
+    kept = used(allocator, random.Random(1))
+    before, count = cuda_memory.taken(POOL), 0
+    for n in range(1, 2000, 13):
+        anchor = SimpleNamespace(handle=POOL, workspace=None)
+        memory = PrivatePool.__new__(PrivatePool)
+        memory.index, memory.anchor, memory._unsettled = 0, anchor, Spans()  # type: ignore[assignment]
+        with suppress(KeyboardInterrupt), Functions(n, KeyboardInterrupt) as fault, memory.undisturbed(Spans(kept.items())):
+            assert cuda_memory.taken(POOL) != before
+        assert cuda_memory.taken(POOL) == before, (n, fault.where)
+        count += bool(fault.where)
+        if not fault.where:
+            break
+    assert count > 20
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_is_ended_where_an_interrupt_comes_anywhere(fails: bool) -> None:
+    """Or whoever began the call ends it."""
+
+    class Begun:
+        open = put_back = False
+
+        def begin(self) -> None:
+            self.open = True
+            len(Spans())  # (of ours, where it may come)
+
+        def end(self) -> None:
+            self.open = False
+
+        give_up = end
+
+    seen = []
+    for n in range(1, 60):
+        begun = Begun()
+        states: Any = SimpleNamespace(put_back=lambda begun=begun: setattr(begun, "put_back", True) or True)
+        capturing = _capturing(begun, states)  # type: ignore[arg-type]
+        with suppress(KeyboardInterrupt, KeyError), Functions(n, KeyboardInterrupt) as fault, unwound(), capturing:
+            if fails:
+                raise KeyError
+        assert not begun.open, (n, fault.where)
+        assert gc.isenabled()
+        seen.append(fault.where)
+    assert "" in seen
+    assert len({*seen}) > 4
 
 
 def test_what_is_expected_to_be_needed_is_taken_in_one_piece(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:

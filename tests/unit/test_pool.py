@@ -1,9 +1,12 @@
 """What the pool says of the memory that recordings use."""
 
+from contextlib import suppress
+
 import torch
 
 import phonograph as pg
 from phonograph.devices import device_for
+from tests.faults.injection import Functions
 
 
 def test_memory_that_a_borrowed_argument_lay_in_stays_taken_when_its_owner_goes():
@@ -22,3 +25,23 @@ def test_memory_that_a_borrowed_argument_lay_in_stays_taken_when_its_owner_goes(
     assert pool.footprints().meets(*place)
     pg.reset(second)
     assert not pool.footprints().meets(*place)
+
+
+def test_rivals_are_storages_that_are_there_wherever_an_interrupt_comes():
+    """They are asked by their addresses."""
+    pool, met = device_for(torch.device("cpu")).pool, set[str]()
+    for n in range(1, 40, 3):
+        recorded = [pg.record(f, warmup=0) for f in (torch.sin, torch.cos, torch.tanh)]
+        for each in recorded:
+            for _ in range(2):
+                each(torch.ones(1 << 16))  # more than is copied out
+        with suppress(KeyboardInterrupt), Functions(n, KeyboardInterrupt) as fault:
+            pool.remove(pool.recordings[0])
+        there = {lease.cdata for lease in pool.leases}
+        assert {rival[0] for r in pool.recordings for rival in r.rivals} <= there, fault.where
+        met.add(fault.where)
+        pool.sweep()
+        for each in recorded:
+            pg.reset(each)
+    assert "" in met
+    assert len(met) > 4

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from phonograph.state.rng import Known, held, share_state
+from phonograph.devices.cuda.program import GraphProgram
+from phonograph.state.rng import Known, Lent, held, share_state
+from tests.faults.injection import Functions
 
 
 class Generator:
@@ -52,11 +55,12 @@ def numbers(s: Any) -> tuple[int, int]:
 
 def launch(known: Known, registered: list[Any], draws: list[int]) -> list[tuple[int, int]]:
     """What a graph does that knows these states: where it begins to draw in each, which it moves on."""
-    others = known.lend()
+    lent = list[Lent]()
+    known.lend(lent)
     began = [numbers(s) for s in registered]
     for s, n in zip(registered, draws, strict=True):
         s.offset += n
-    known.take_back(others)
+    known.take_back(lent, True)
     return began
 
 
@@ -86,8 +90,52 @@ def test_a_launch_that_fails_leaves_the_states_as_they_were() -> None:
     default = Generator(own)
     known = Known([default])  # type: ignore[list-item]
     default.graphsafe_set_state(Generator(now))
-    known.take_back(known.lend())
+    lent = list[Lent]()
+    known.lend(lent)
+    known.take_back(lent, False)
     assert (numbers(own), numbers(now)) == ((1, 0), (2, 40))
+
+
+class Random(GraphProgram):
+    """One whose launch draws three numbers from each state that it knows. It may have to begin elsewhere, and to move the
+    generators less far than torch does."""
+
+    def __init__(self, kind: str) -> None:
+        self.states = [state(1, 0), state(1, 100)]
+        self.default, other = map(Generator, self.states)
+        self._states = Known([self.default, other])  # type: ignore[list-item]
+        self.default.graphsafe_set_state(Generator(state(2, 40)))
+        self.ran, self._own, self._stands, self._owed = 0, [], None, 0
+        self._graph: Any = SimpleNamespace(replay=self._launched)
+        self._sets: Any = None if kind == "plain" else self.default
+        self._rewind: Any = SimpleNamespace(begin=self._begins) if kind == "rewinds" else None
+        self._surplus = 1 if kind == "surplus" else 0
+
+    def _launched(self) -> None:
+        for one in self.states:
+            one.offset += 3
+
+    def _begins(self) -> None:
+        self.default.set_offset(20)
+
+    def numbers(self) -> list[tuple[int, int]]:
+        return [*map(numbers, (*self.states, self.default.state))]
+
+
+@pytest.mark.parametrize(("kind", "moved"), [("plain", 3), ("rewinds", 0), ("surplus", 2)])
+def test_an_interrupt_anywhere_leaves_generators_before_or_after_a_launch(kind: str, moved: int) -> None:
+    before, after = [(1, 0), (1, 100), (2, 40)], [(1, 0), (1, 103), (2, 40 + moved)]
+    launched = []
+    for n in range(1, 30):
+        program = Random(kind)
+        with suppress(KeyboardInterrupt), Functions(n, KeyboardInterrupt) as fault:
+            program._go_random()
+        if fault.where:
+            launched.append(program.ran)
+        assert program.numbers() == (after if program.ran else before), n
+    assert 0 in launched
+    assert 1 in launched
+    assert len(launched) < 29
 
 
 def test_a_graph_cannot_follow_generators_that_come_to_share_a_state() -> None:

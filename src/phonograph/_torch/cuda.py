@@ -175,8 +175,8 @@ def raw_alloc(nbytes: int, stream: int) -> int:
     return int(_c("_cuda_cudaCachingAllocator_raw_alloc")(nbytes, stream))
 
 
-def raw_free(address: int) -> None:
-    _c("_cuda_cudaCachingAllocator_raw_delete")(address)
+raw_free: Callable[[int], None] = _c("_cuda_cudaCachingAllocator_raw_delete")
+"""Give it back. (No function of Python's, whose start could be interrupted.)"""
 
 
 def wait_for(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
@@ -253,8 +253,10 @@ def allocations_since(device: int) -> Iterator[list[tuple[int, int]]]:
     try:
         yield found
     finally:
-        found += _allocations(_history(device))
-        history(enabled=None, clear_history=True)
+        try:
+            found += _allocations(_history(device))
+        finally:
+            history(enabled=None, clear_history=True)
 
 
 def _history(device: int) -> list[dict[str, object]]:

@@ -324,7 +324,7 @@ def modes() -> tuple[Any, ...]:
     try:
         settings = _settings()
     except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
-        settings = (*map(_asked, _GETTERS), *[fp32_precision(*which) for which in _PRECISIONS])
+        settings = _one_by_one()
     rare: tuple[object, ...] = ()
     if settings[_FUNCTION_MODES] or settings[_DETERMINISTIC]:
         rare = default_device(), getattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -371,7 +371,7 @@ def put_back(before: Reading) -> None:
         return
     then = dict(zip(_GETTERS, before[0], strict=False))
     for get, set_to in _SETTERS.items():
-        if _asked(get) != then[get]:
+        if then[get] is not _NO_ANSWER and _asked(get) != then[get]:
             set_to(then[get])
     only_warn = then[torch.is_deterministic_algorithms_warn_only_enabled]
     torch.use_deterministic_algorithms(then[torch.are_deterministic_algorithms_enabled], warn_only=only_warn)
@@ -409,11 +409,23 @@ _SETTERS = _setters()
 _kept, _in_memory = kept_settings()
 
 
+def _one_by_one() -> Reading:
+    """The settings, and what those go by that do not answer. Where all do, what was raised was something else's (being out of
+    memory is a RuntimeError too), and this is what it would have been."""
+    settings = (*map(_asked, _GETTERS),)
+    if all(value is not _NO_ANSWER for value in settings):
+        return settings
+    return *settings, *[fp32_precision(*which) for which in _PRECISIONS]
+
+
 def _asked(get: Callable[[], object]) -> object:
     try:
         return get()
     except RuntimeError:
-        return None
+        return _NO_ANSWER
+
+
+_NO_ANSWER = "(torch does not answer)"
 
 
 _PRECISIONS = [(b, op) for b in ("generic", "cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")

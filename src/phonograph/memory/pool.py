@@ -258,10 +258,11 @@ class Pool:
         """Forget dead recordings and their dead leases. Then find the rivals of each recording: the leases in its footprint."""
         self._recordings = [ref for ref in self._recordings if ref() is not None]
         owned = {identity(lease) for r in self.recordings for lease in r.leases}
-        self.leases = [x for x in self.leases if identity(x) in owned or x.alive]
+        leases = [x for x in self.leases if identity(x) in owned or x.alive]
         for r in self.recordings:
-            met = [x for x in self.leases if r.footprint.meets(x.address, x.nbytes)]
+            met = [x for x in leases if r.footprint.meets(x.address, x.nbytes)]
             r.rivals[:] = [(x.cdata, x.own, x.python, x.owns + (x in r.releases)) for x in met]
+        self.leases = leases  # last: the rivals are addresses of storages, and those that go must be nobody's
 
     def take_back(self, footprint: Spans | None = None, keep: Sequence[Loan] = ()) -> None:
         """Invalidate borrowed outputs in a footprint (None: all), but for those to `keep`."""

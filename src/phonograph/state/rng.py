@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +32,8 @@ from ..python.identity import identity
 from ..values.device_names import named
 from .compiled_generators import Begins, OwnGenerators
 
-__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Rewind", "States", "asked", "held", "put", "put_offset", "reset",
-           "sets_for_torch", "share_state"]  # fmt: skip
+__all__ = ["FORKS", "READS", "SETS", "CudaState", "Known", "Lent", "Rewind", "States", "asked", "held", "put", "put_offset",
+           "reset", "sets_for_torch", "share_state"]  # fmt: skip
 
 
 def _code(function: Callable[..., object]) -> CodeType:
@@ -117,6 +118,16 @@ def held(generators: list[torch.Generator]) -> list[torch.Generator]:
     return [g for g in generators if sys.getrefcount(g) > _LONE]
 
 
+class Lent(NamedTuple):
+    """What a state that a graph knows was lent: the numbers of a generator. Where those are others, `before` is what stood
+    there."""
+
+    generator: torch.Generator
+    own: torch.Generator
+    stood: int
+    before: torch.Tensor | None
+
+
 class Known:
     """The states that some generators of the GPU have when this is made, before or after a capture: a graph knows them."""
 
@@ -175,25 +186,25 @@ class Known:
             g.graphsafe_set_state(own)
         return had
 
-    def lend(self) -> list[tuple[torch.Generator, torch.Tensor]]:
-        """Before a launch: the states begin with the numbers of what the generators have now. Gives what stood in those with
-        others."""
-        others = []
+    def lend(self, lent: list[Lent]) -> None:
+        """Before a launch: the states begin with the numbers of what the generators have now. Each is noted first."""
         for g, own in self._distinct:
-            if g.get_offset() != own.get_offset() or g.initial_seed() != own.initial_seed():
-                others.append((own, own.get_state()))
+            stood = g.get_offset()
+            same = stood == own.get_offset() and g.initial_seed() == own.initial_seed()
+            lent.append(Lent(g, own, stood, None if same else own.get_state()))
+            if not same:
                 own.set_state(g.get_state())
-        return others
 
-    def take_back(self, others: list[tuple[torch.Generator, torch.Tensor]]) -> None:
-        """After it: the generators are where the launch has left the states."""
-        for g, own in self._distinct:
-            stood, stands = g.get_offset(), own.get_offset()
-            if stands != stood:  # it has another state, perhaps with the same numbers
-                put_offset(g, stands)
+    @staticmethod
+    def take_back(lent: Sequence[Lent], launched: object) -> None:
+        """After it: the generators are where the launch has left the states, and in those stands what stood before. May be done
+        again where an interrupt has ended it."""
+        for g, own, stood, before in lent:
+            if launched and g.get_offset() == stood != (stands := own.get_offset()):
+                put_offset(g, stands)  # it has another state, perhaps with the same numbers
                 own.set_offset(stood)
-        for own, state in others:
-            own.set_state(state)
+            if before is not None:
+                own.set_state(before)
 
 
 class Rewind:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import phonograph as pg
+from phonograph.call import signature
 from phonograph.testing import assert_same
 from tests.contract.shared.marked import assert_split, ramp, reasons, run, split
 from tests.helpers import counts, may_run_live
@@ -431,3 +432,33 @@ def test_c12_calls_until_it_is_recorded(device, warmup, hidden):
     assert seen == [n / 8 for n in range(6)]
     live = warmup + (hidden or not warmup)
     assert (pg.stats(f).live, pg.stats(f).replayed) == (live, 6 - live), pg.explain(f)
+
+
+def test_c12_running_out_of_memory_where_settings_are_read_is_no_other_setting(device, monkeypatch):
+    """That error is a RuntimeError, as is what torch raises where a precision was set in two ways."""
+    noted, reads = [], []
+
+    @pg.live
+    def note(x):
+        noted.append(float(x.sum()))
+
+    @pg.record(keep="always")
+    def function(x):
+        y = x.sin()
+        note(y)
+        return y * 2
+
+    def every_second(read=signature._settings):
+        reads.append(None)
+        if len(reads) % 2:
+            raise torch.OutOfMemoryError
+        return read()
+
+    for n in range(6):
+        if n == 3:
+            monkeypatch.setattr(signature, "_settings", every_second)
+        x = ramp(device, 4, start=n)
+        assert_same(function(x), x.sin() * 2)
+    assert len(noted) == 6
+    assert len(reads) > 6
+    assert counts(function) == (1, 1, 5)

@@ -24,6 +24,7 @@ Block rules: CUDACachingAllocator.cpp, `should_split`, `kSmallSize` (1 MiB), `kM
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -104,7 +105,7 @@ def cached(device: int) -> int:
 
 
 class Hold:
-    """Blocks that are held, until `release()`."""
+    """Blocks that are held, until `release()`; or until it goes itself, where an exception has come before that."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
@@ -140,6 +141,10 @@ class Hold:
     def release(self) -> None:
         for address in list(self._held):
             self.drop(address)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release()
 
 
 def hold(

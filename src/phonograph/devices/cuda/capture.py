@@ -24,7 +24,7 @@ from ...errors import Refusal
 from ...memory.pool import unowned
 from ...memory.spans import Spans
 from ...python.gc_control import uncollected
-from ...python.standing import ended
+from ...python.standing import ended, standing
 from ...state.compiled_generators import among, settled
 from ...state.rng import CudaState, Known, Rewind, put, reset
 from ...values.pytree import flatten, unflatten
@@ -192,15 +192,18 @@ def _no_untraced(watch: OperatorWatch, footprint: Spans) -> None:
 
 @contextmanager
 def _capturing(graphs: Graphs, states: Known) -> Iterator[None]:
-    with uncollected(), ended(told_as_live()):
-        graphs.begin()
-        try:
-            yield
-            graphs.end()
-        except BaseException:
+    whole = False
+
+    def give_up() -> None:
+        if not whole:
             graphs.give_up()
             states.put_back()
-            raise
+
+    with uncollected(), ended(told_as_live()), standing(give_up):
+        graphs.begin()
+        yield
+        graphs.end()
+        whole = True
         if not states.put_back():
             raise Refusal("leaves a random generator with the state of another (graphsafe_set_state)",
                           "give it its own again")  # fmt: skip

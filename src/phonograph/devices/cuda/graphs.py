@@ -74,7 +74,7 @@ class Graphs:
         self._states = states
         self._place = Place(states.generators[0])
         self._dials = dials
-        self._open = False
+        self._open: Graph | None = None  # which is captured
         self.answers: Answers | None = None  # of the checks that the call makes
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class Graphs:
         for g in self._generators:
             graph.register_generator_state(g)
         graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")  # type: ignore[arg-type]
-        self._open = True
+        self._open = graph
         bodies = Bodies(self._on, self._handle, self._place, self.join, self.fork)
         self.segments.append(Segment(graph, self._stream, bodies))
         if self._dials is not None:
@@ -138,8 +138,9 @@ class Graphs:
         self._end()
 
     def _end(self) -> None:
-        quietly(self.segments[-1].graph.capture_end)
-        self._open = False
+        assert self._open is not None
+        quietly(self._open.capture_end)
+        self._open = None
 
     def next(self) -> None:
         with torch_modes.without_modes(), OnStream(self._on):  # a generator's numbers are put into the graph by operators
@@ -150,8 +151,10 @@ class Graphs:
             self.fork()
 
     def give_up(self) -> None:
-        if self._open:
-            driver.capture_nothing(self._stream, self.bodies().outer)
+        """Nothing is captured any more, and what was is forgotten. May be done again, and where nothing has begun."""
+        if self._open is not None:
+            known = self.segments and self.segments[-1].graph is self._open
+            driver.capture_nothing(self._stream, self.bodies().outer if known else 0)
             with OnStream(self._on):  # the call may have left another one current
                 self._end()
         for segment in self.segments:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from ...capture.recording import Tensors, Work
 from ...distributed.watchdog import Watched, launches, unwatch, watch
 from ...memory.pool import Fill
 from ...memory.spans import Spans
-from ...state.rng import Known, Rewind, put, put_offset, reset
+from ...python.putting_back import put_back
+from ...state.rng import Known, Lent, Rewind, put, put_offset, reset
 from ..segments import TakenBack
 from . import driver
 from .bodies import number_at
@@ -69,6 +71,7 @@ class GraphProgram:
         self._own_rewind = rewind
         self.own_generators: Sequence[torch.Generator] = [g for own in watch.own for g in own.forward]
         self._surplus = surplus
+        self._owed = 0  # of that, by the launch under way
         self._bodies = tuple(segment.bodies.graphs)
         self._stands: torch.Tensor | None = None  # where the generator does, if kernels move it on
         self.waits = ""
@@ -98,7 +101,6 @@ class GraphProgram:
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         if current_device() != self._device or not hasattr(_thread, "has_context"):
             return self._run_elsewhere(sources)
-        goes = False
         try:
             if self._others:
                 self._wait_for_others()
@@ -110,11 +112,13 @@ class GraphProgram:
                     self._fill(sources)
             if self._dropout is not None:
                 self._dropout.fetch()
-            goes = True
             if self._random:
                 self._go_random()
-            elif code := self._launch() if raw_stream(self._device) == self._stream else self._launch_elsewhere():
-                raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
+            else:
+                launch = self._launch if raw_stream(self._device) == self._stream else self._launcher_elsewhere()
+                self.ran = 1
+                if code := launch():
+                    raise driver.DriverError(f"cuGraphLaunch failed with CUresult {code}")
             if self._dropout is not None:
                 self._dropout.give_back()
             if targets and not inside:
@@ -124,9 +128,10 @@ class GraphProgram:
                 self._launched.record()
                 for other, _ in self._others:
                     self._launched.wait(other)
+            self.ran = 0
             return targets
-        except BaseException as e:
-            self.ran = int(goes and not isinstance(e, driver.DriverError))
+        except driver.DriverError:
+            self.ran = 0
             raise
 
     def _wait_for_others(self) -> None:
@@ -143,13 +148,13 @@ class GraphProgram:
         with torch.cuda.device(self._device):
             return self.run(sources)
 
-    def _launch_elsewhere(self) -> int:
+    def _launcher_elsewhere(self) -> Callable[[], int]:
         """On another stream than last time, and from now on."""
         if self._graph is None:
             raise RuntimeError("this recording was closed while it was played, because a process group has ended")
         self._stream = raw_stream(self._device)
         self._launch = driver.launcher(self._graph.raw_cuda_graph_exec(), self._stream)
-        return self._launch()
+        return self._launch
 
     def _go_random(self) -> None:
         """Through torch, which tells the graph where the generators stand and moves them on."""
@@ -162,29 +167,41 @@ class GraphProgram:
             own.begin()
             if rewinds is not None:
                 own.put_backward(own.begins)
-        generator, now = self._sets, None
-        if generator is not None and self._rewind is not None:
-            now = generator.get_state()
-            self._rewind.begin()
-        others = self._states.lend()
+        generator, lent = self._sets, list[Lent]()
+        now = generator.get_state() if generator is not None and self._rewind is not None else None
+        self._owed = 0
         try:
+            if now is not None and self._rewind is not None:
+                self._rewind.begin()
+            self._states.lend(lent)
             self._replay(self._graph)
-        finally:
-            self._states.take_back(others)
+            self._settle(now, lent)
+        except BaseException:
+            put_back(partial(self._settle, now, lent))
+            raise
+
+    def _settle(self, now: torch.Tensor | None, lent: list[Lent]) -> None:
+        """After a launch, or where it has not come to one. May be done again."""
+        self._states.take_back(lent, self.ran)
+        generator = self._sets
         if generator is None:
             return
         if now is not None:
             put(generator, now)
-        elif self._surplus:
-            put_offset(generator, generator.get_offset() - self._surplus)
-        reset(generator)
+        elif self._owed:
+            put_offset(generator, generator.get_offset() - self._owed)
+            self._owed = 0
+        if self.ran:
+            reset(generator)
 
     def _replay(self, graph: Graph) -> None:
         if self._stands is None:
+            self.ran, self._owed = 1, self._surplus
             graph.replay()
             return
         own = self._states.state_of(torch.cuda.default_generators[self._device])
         begun = own.get_offset()
+        self.ran, self._owed = 1, self._surplus
         graph.replay()
         own.set_offset(own.get_offset() + int(self._stands.item()) - begun)
 

@@ -1,0 +1,310 @@
+"""Lines of phonograph are broken on purpose, one at a time, and drawn programs have to notice.
+
+    python -m tests.simulation.mutants --mutants 60 --seed 1 --seconds 60 --out benchmarks/results/mutants.json
+
+Which lines a program reaches is noted first, for so many `--programs`. A mutant is one of the lines that are reached in the
+folders that decide (engine, slots, memory, devices), with something in it turned around: a comparison, `and`, `not`, a
+condition, a constant, a result; or without what it does. It runs the programs that reach it, in a copy of the source, until
+one differs from eager (or raises, dies, hangs), or its time is over.
+
+What it may come to: `differs` and its like are what was wanted. `counts`: all is right, but other calls were replayed than
+before. `survives`: nothing could be seen; the line may be there for speed, for another thread, for a GPU, or for an interrupt
+(`tests/faults`), or what is wrong is not drawn yet. What is written to a file is added to it, and not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import pathlib
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+FOLDERS = ("engine", "slots", "memory", "devices")
+ELSEWHERE = ("devices/cuda", "/traces.py", "/reports.py")  # not on the CPU; only told
+TOLD = ("__repr__", "explain", "statistics")
+HANGS = 60.0  # seconds longer than it has
+SOURCE = pathlib.Path(__file__).parents[2] / "src"
+
+
+class Mutant(NamedTuple):
+    file: str
+    line: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.before.strip()}  ->  {self.after.strip()}"
+
+
+# ---- what can be broken --------------------------------------------------------------------------
+
+_OTHERS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+}  # fmt: skip
+
+
+def broken(node: ast.AST) -> Iterator[ast.AST]:
+    """What may stand in a node's place."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OTHERS:
+        yield ast.Compare(node.left, [_OTHERS[type(node.ops[0])]()], node.comparators)
+    if isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
+        yield from (ast.BoolOp(node.op, node.values[:i] + node.values[i + 1 :]) for i in range(len(node.values))
+                    if len(node.values) > 2)  # fmt: skip
+        yield node.values[0]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    if isinstance(node, ast.Constant) and type(node.value) is bool:
+        yield ast.Constant(not node.value)
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        yield ast.Constant(node.value + 1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        yield ast.BinOp(node.left, ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(), node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        yield node.left
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield ast.Pass()
+    if isinstance(node, ast.AugAssign):
+        yield ast.Pass()
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+        yield ast.Pass()
+
+
+def mutants(file: str, text: str) -> Iterator[Mutant]:
+    """All of a file's."""
+    lines = text.splitlines()
+    for node in _in_functions(ast.parse(text)):
+        if getattr(node, "lineno", 0) != getattr(node, "end_lineno", -1):
+            continue
+        line: str = lines[node.lineno - 1]
+        start, end = (len(line.encode()[:at].decode()) for at in (node.col_offset, node.end_col_offset))
+        for other in broken(node):
+            said = ast.unparse(ast.fix_missing_locations(other))
+            said = said if isinstance(other, ast.stmt) else f"({said})"
+            yield Mutant(file, node.lineno, line, line[:start] + said + line[end:])
+
+
+def _in_functions(tree: ast.AST, inside: bool = False) -> Iterator[Any]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            if node.name not in TOLD:
+                for one in node.body:
+                    yield from (one, *_in_functions(one, True))
+        elif not isinstance(node, ast.Raise | ast.JoinedStr | ast.arguments | ast.Assert):
+            yield from (node, *_in_functions(node, inside)) if inside else _in_functions(node, inside)
+
+
+def files() -> dict[str, str]:
+    """Their text, by their places in the package."""
+    home = SOURCE / "phonograph"
+    found = {str(p.relative_to(home)): p.read_text() for folder in FOLDERS for p in sorted((home / folder).rglob("*.py"))}
+    return {name: text for name, text in found.items() if not any(part in f"/{name}" for part in ELSEWHERE)}
+
+
+# ---- in a child ----------------------------------------------------------------------------------
+
+
+class _Lines:
+    """The lines of those folders that run."""
+
+    def __init__(self, source: str) -> None:
+        self._home = os.path.join(source, "phonograph", "")
+        self.found: set[tuple[str, int]] = set()
+        self._known: dict[str, str | None] = {}
+
+    def __call__(self, frame: Any, event: str, _: object) -> Any:
+        file = frame.f_code.co_filename
+        if file not in self._known:
+            name = file[len(self._home) :]
+            self._known[file] = name if file.startswith(self._home) and name.split(os.sep)[0] in FOLDERS else None
+        if (name := self._known[file]) is None:
+            return None
+        self.found.add((name, frame.f_lineno))
+        return self
+
+
+def _prepared(source: str) -> Callable[[int], Any]:
+    """A function that checks one drawn program, with phonograph from there."""
+    sys.path.insert(0, source)
+    import torch
+
+    import phonograph
+    from tests.simulation.check import check
+    from tests.simulation.run import drawn
+
+    assert phonograph.__file__.startswith(source), phonograph.__file__
+    torch.set_num_threads(1)
+    return lambda i: (dict(drawn("mutants", i).options), check(drawn("mutants", i), torch.device("cpu")))
+
+
+def _baseline(say: Callable[[Any], None], source: str, first: int, last: int) -> None:
+    """Which lines a program reaches, and how often it is recorded and replayed (where it is so each time)."""
+    run = _prepared(source)
+    for i in range(first, last):
+        options, ran = run(i)
+        lines = _Lines(source)
+        sys.settrace(lines)
+        try:
+            _, again = run(i)
+        finally:
+            sys.settrace(None)
+        counts = [ran.recorded, ran.replayed]
+        stable = options["keep"] == "always" and counts == [again.recorded, again.replayed]
+        say({"program": i, "counts": counts if stable else None, "lines": sorted(lines.found)})
+    say({"modules": [name for name in sys.modules if not name.startswith(("phonograph", "tests", "__main__", "drawn"))]})
+
+
+def _tried(say: Callable[[Any], None], source: str, programs: list[int], counts: dict[int, Any], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    run = _prepared(source)
+    for n, i in enumerate(programs):
+        if time.monotonic() > until:
+            return
+        try:
+            _, ran = run(i)
+        except BaseException as error:
+            kind = "differs" if type(error).__name__ == "Differs" else "raises"
+            say({"outcome": kind, "program": i, "tried": n + 1, "said": f"{type(error).__name__}: {error}"[:300]})
+            return
+        other = counts.get(i) is not None and counts[i] != [ran.recorded, ran.replayed]
+        say({"tried": n + 1, **({"outcome": "counts", "program": i} if other else {})})
+
+
+def forked(work: Callable[..., None], *args: Any, seconds: float) -> tuple[list[Any], str]:
+    """What a child says, and how it ends."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        status = 1
+        try:
+            with os.fdopen(write, "w") as out:
+                work(lambda what: print(json.dumps(what), file=out, flush=True), *args)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(write)
+    said, until = b"", time.monotonic() + seconds
+    while True:
+        ready, _, _ = select.select([read], [], [], max(0.0, until - time.monotonic()))
+        more = os.read(read, 1 << 20) if ready else b""
+        said += more
+        if not more:
+            break
+    hangs = not ready
+    if hangs:
+        os.kill(child, signal.SIGKILL)
+    os.close(read)
+    _, status = os.waitpid(child, 0)
+    lines = [json.loads(line) for line in said.decode().splitlines() if line.endswith("}")]
+    return lines, "hangs" if hangs else "" if status == 0 else "dies"
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+class Known(NamedTuple):
+    """What the programs do in the source as it is."""
+
+    counts: dict[int, Any]
+    reaches: dict[tuple[str, int], list[int]]
+
+
+def known(programs: int, source: str) -> Known:
+    counts, reaches, first = dict[int, Any](), dict[tuple[str, int], list[int]](), 0
+    while first < programs:
+        lines, how = forked(_baseline, source, first, min(programs, first + 50), seconds=3600)
+        for line in lines:
+            for name in line.get("modules", ()):
+                _import(name)  # once for all
+            if "program" in line:
+                counts[line["program"]] = line["counts"]
+                for file, at in line["lines"]:
+                    reaches.setdefault((file, at), []).append(line["program"])
+        if how:
+            raise SystemExit(f"the programs fail as it is ({how}): {[*counts][-1:]} was the last")
+        first += 50
+    return Known(counts, reaches)
+
+
+def _import(name: str) -> None:
+    if name.split(".")[0] in ("torch", "numpy", "sympy", "mpmath") and name not in sys.modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            print(f"{name} cannot be imported beforehand: {error}", file=sys.stderr)
+
+
+def tried(mutant: Mutant, known: Known, seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        source = os.path.join(folder, "src")
+        shutil.copytree(SOURCE, source)
+        path = pathlib.Path(source, "phonograph", mutant.file)
+        lines = path.read_text().splitlines(keepends=True)
+        lines[mutant.line - 1] = mutant.after + "\n"
+        path.write_text("".join(lines))
+        begun, programs = time.monotonic(), known.reaches[mutant.file, mutant.line]
+        said, how = forked(_tried, source, programs, known.counts, seconds, seconds=seconds + HANGS)
+    found = {"outcome": how or "survives", "tried": 0}
+    for one in said:
+        found |= one
+    return {**mutant._asdict(), **found, **({"outcome": how} if how else {}), "of": len(programs),
+            "seconds": round(time.monotonic() - begun)}  # fmt: skip
+
+
+def chosen(seed: str, known: Known, n: int, only: str) -> list[Mutant]:
+    every = [m for file, text in files().items() for m in mutants(file, text) if (file, m.line) in known.reaches and only in file]
+    by_line: dict[tuple[str, int], list[Mutant]] = {}
+    for m in every:
+        by_line.setdefault((m.file, m.line), []).append(m)
+    draw = random.Random(seed)
+    return [draw.choice(by_line[at]) for at in draw.sample(sorted(by_line), min(n, len(by_line)))]
+
+
+FOUND = ("differs", "raises", "dies", "hangs")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--mutants", type=int, default=60)
+    parser.add_argument("--programs", type=int, default=200, help="that are drawn (default: %(default)s)")
+    parser.add_argument("--seed", default="0", help="any text (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="for each, if nothing is found (default: %(default)s)")
+    parser.add_argument("--until", type=float, default=3600, help="seconds after which none is begun (default: %(default)s)")
+    parser.add_argument("--only", default="", help="files whose names contain this")
+    parser.add_argument("--out", type=pathlib.Path, help="where to write the report, as JSON; what is there is not run again")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    done = json.loads(options.out.read_text())["mutants"] if options.out and options.out.exists() else []
+    as_is = known(options.programs, str(SOURCE))
+    again = {(one["file"], one["line"], one["after"]) for one in done}
+    for mutant in chosen(options.seed, as_is, options.mutants, options.only):
+        if (mutant.file, mutant.line, mutant.after) in again or time.monotonic() - begun > options.until:
+            continue
+        done.append(tried(mutant, as_is, options.seconds))
+        print(f"{done[-1]['outcome']} ({done[-1]['tried']} programs, {done[-1]['seconds']} s) {mutant}", flush=True)
+        if options.out:
+            outcomes = {kind: sum(one["outcome"] == kind for one in done) for kind in (*FOUND, "counts", "survives")}
+            options.out.write_text(json.dumps({**outcomes, "seed": options.seed, "mutants": done}, indent=1) + "\n")
+    print(f"{sum(one['outcome'] in FOUND for one in done)} of {len(done)} are noticed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
