@@ -21,7 +21,7 @@ import hashlib
 import marshal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,16 +45,9 @@ _KINDS: dict[torch.dtype, str] = {}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class _Row(NamedTuple):
-    """What is said of one operator. It holds nothing but names, numbers and what tensors are like."""
-
-    operator: int
-    args: list[Any]
-    kwargs: dict[str, Any]
-    constant: bytes | None
-    who: list[tuple[object, int]]
-    """Of each look, in order: whose memory it is of, and where it begins there."""
-    followed: Mapping[float, str]
+_Row = tuple[int, list[Any], dict[str, Any], bytes | None, list[tuple[object, int]], Mapping[float, str]]
+"""What is said of one operator: its identity; what it is given; a constant; of each look in that, in order, whose memory it is
+of, and where it begins there; what is followed. It holds nothing but names, numbers and what tensors are like."""
 
 
 class Digest:
@@ -94,10 +87,15 @@ class Digest:
         """This operator is going to run."""
         if self._dials is None:
             return  # what the capture itself does when the call is over
-        who = [self._who(t, key, look.offset) for t, key, look in zip(note.tensors, note.keys, note.looks, strict=True) if look]
+        who: list[tuple[object, int]] = []
+        name_of = self._name_of
+        for t, key, look in zip(note.tensors, note.keys, note.looks, strict=True):
+            if look is not None:
+                name = name_of(key)
+                who.append((name, look.offset) if type(name) is not str else self._outside(t, key, look.offset))
         constant = self._constant(note.tensors[0]) if m.constant else None
         followed = self._all_followed(note.numbers) if note.numbers else _NONE
-        row = _Row(identity(func), note.args, note.kwargs, constant, who, followed)
+        row: _Row = identity(func), note.args, note.kwargs, constant, who, followed
         self._add(m.name, _hashed(_said_of(row, self._tensor)) if note.others else row)
 
     def note_graph(self, graph: object) -> None:
@@ -119,13 +117,10 @@ class Digest:
         self.names.append(name)
         self._rows.append(row)
 
-    def _who(self, t: torch.Tensor, key: int, offset: int) -> tuple[object, int]:
-        """Whose memory a tensor lies in, and where it begins there."""
-        who: object = self._name_of(key)
-        if type(who) is not str:
-            return who, offset
+    def _outside(self, t: torch.Tensor, key: int, offset: int) -> tuple[object, int]:
+        """Whose memory a tensor lies in that was there before, and where it begins there."""
         if key in self._offsets:
-            return who, offset - self._offsets[key]
+            return self._name_of(key), offset - self._offsets[key]
         storage = t.untyped_storage()
         return (storage.data_ptr(), storage.nbytes()), offset
 
@@ -162,7 +157,10 @@ class Digest:
             storage = None
         if storage is None:
             return type(t).__qualname__, kind, t.dim()
-        who, offset = self._who(t, storage._cdata, int(t.storage_offset()))
+        key, offset = storage._cdata, int(t.storage_offset())
+        who: object = self._name_of(key)
+        if type(who) is str:
+            who, offset = self._outside(t, key, offset)
         lazy = (t.is_conj(), t.is_neg()) if t.dtype.is_complex or t.is_neg() else ()
         return who, offset, kind, *t.shape, *t.stride(), *lazy
 
@@ -175,9 +173,9 @@ def _no_tensor(t: torch.Tensor) -> object:
 
 
 def _said_of(row: _Row, tensor: Callable[[torch.Tensor], object] = _no_tensor) -> object:
-    who = iter(row.who)
-    args = _said(row.args, who, row.followed, tensor)
-    return row.operator, args, _said(row.kwargs, who, row.followed, tensor) if row.kwargs else None, row.constant
+    operator, args, kwargs, constant, lie, followed = row
+    who = iter(lie)
+    return operator, _said(args, who, followed, tensor), _said(kwargs, who, followed, tensor) if kwargs else None, constant
 
 
 def _said(

@@ -38,13 +38,15 @@ class Note:
     """What one operator is given. Of each tensor that is among it, in order: itself, the identity of its memory (0 if it has
     none), and its look (None if it is not memory with a shape)."""
 
-    __slots__ = ("args", "keys", "kwargs", "looks", "numbers", "others", "plain", "tensors")
+    __slots__ = ("args", "keys", "kinds", "kwargs", "looks", "numbers", "others", "plain", "tensors")
 
     def __init__(self, args: Iterable[Thing], kwargs: Mapping[str, Thing], known: Mapping[int, str]) -> None:
         """`known` are storages in which tensors lie that are memory with a shape."""
         self.tensors: list[torch.Tensor] = []
         self.keys: list[int] = []
         self.looks: list[Look | None] = []
+        self.kinds: list[Kind] = []
+        """Of the looks."""
         self.numbers: list[float] = []
         """Those with a point."""
         self.plain: list[object] = []
@@ -62,9 +64,12 @@ class Note:
     def form(self, *further: Kind | None) -> tuple[object, ...]:
         """What an operator's behaviour may depend on besides the values: the kinds of these tensors, and of `further` ones, and
         what else is among them."""
-        looks = zip(self.looks, self.tensors, strict=True)
-        kinds = [kind_of(t) if look is None else look.kind for look, t in looks]
-        return len(further), *kinds, *further, repr(self.plain) if self.plain else ""
+        plain, kinds = repr(self.plain) if self.plain else "", self.kinds
+        if len(kinds) == len(self.tensors):
+            return len(further), *kinds, *further, plain
+        looks = enumerate(zip(self.looks, self.tensors, strict=True))
+        shapes = [(i, kind_of(t)) for i, (look, t) in looks if look is None]  # and tensors that are known to be zero
+        return len(further), *kinds, *shapes, *further, plain
 
     def _of(self, values: Iterable[Thing], known: Mapping[int, str], trained: bool) -> list[Thing]:
         tensors, found, plain = self.tensors, list[Thing](), self.plain
@@ -108,8 +113,9 @@ class Note:
             self.others = True
             return None
         dtype = t.dtype
-        conjugate = dtype.is_complex and t.is_conj()
-        look = Look(int(t.storage_offset()), (dtype, t.size(), t.stride(), conjugate, t.is_neg(), trained and t.requires_grad))
+        kind = dtype, t.size(), t.stride(), dtype.is_complex and t.is_conj(), t.is_neg(), trained and t.requires_grad
+        look = Look(int(t.storage_offset()), kind)
+        self.kinds.append(kind)
         self.looks.append(look)
         return look
 
