@@ -59,7 +59,7 @@ without_modes: Callable[[], AbstractContextManager[object]] = _c("_DisableTorchD
 _exclude: Callable[[object, bool], None] = _c("_dispatch_tls_set_dispatch_key_excluded")
 _excluded: Callable[[object], bool] = _c("_dispatch_tls_is_dispatch_key_excluded")
 
-_RESOLVING = [torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor]
+_CONJUGATE, _NEGATIVE, _ZERO = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 
 
@@ -67,8 +67,9 @@ def resolves_again() -> None:
     """For the rest of a `__torch_dispatch__`: let tensors that stand for others (conjugated, negated, known to be zero) be
     resolved. Torch calls a mode with that switched off, as all that comes before modes: an operator that is called from there
     takes such tensors of its own for plain memory, so that its numbers are wrong, or it reads where nothing is."""
-    for key in _RESOLVING:
-        _exclude(key, False)
+    _exclude(_CONJUGATE, False)
+    _exclude(_NEGATIVE, False)
+    _exclude(_ZERO, False)
 
 
 @contextmanager

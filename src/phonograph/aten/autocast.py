@@ -21,16 +21,11 @@ import torch
 from .._torch.autograd import backward_id
 from .._torch.dynamic import Args, Kwargs, Private, Reading
 from .._torch.modes import autocast_is_on, following_views
-from .operators import Meaning
+from .operators import CASTS, Meaning
 
 __all__ = ["USED_WHEN_ON", "Casts", "autocast", "set_autocast"]
 
 _KINDS = ("cpu", "cuda")
-# Operators that are not cast, and that call some which are.
-_CASTS = frozenset({
-    "aten::_trilinear", "aten::linalg_polar", "aten::linalg_pinv", "aten::ldexp", "aten::mvlgamma", "aten::_scaled_mm",
-    "aten::_scaled_mm_v2",
-})  # fmt: skip
 # On a GPU, autocast is off within `bilinear`, of which it is a part, and on again where the backward of that calls it.
 _CASTS_ON_CPU = frozenset({"aten::_trilinear"})
 _PART_OF_CAST = frozenset({"aten::linalg_pinv"})  # of `pinverse`, as well
@@ -79,7 +74,7 @@ class Casts:
     def within(self, m: Meaning) -> tuple[object, ...]:
         """As `autocast` says it, where this operator is called, if what it calls is cast. But no cast is kept: a replay would
         have that of what a weight was before."""
-        if not (m.others or m.name in _CASTS or (m.calls and torch.is_inference_mode_enabled())):
+        if not (m.others or m.name in CASTS or (m.calls and torch.is_inference_mode_enabled())):
             return ()
         found = self._here()
         if not found:

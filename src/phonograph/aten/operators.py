@@ -22,7 +22,7 @@ from ..python.origin import in_package
 from ..values.wording import MARKED, source_of
 from .collectives import COLLECTIVES, communicates
 
-__all__ = ["MASKED", "NO_TENSORS", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check",
+__all__ = ["CASTS", "MASKED", "NO_TENSORS", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check",
            "constant", "made_integers", "meaning", "operands", "reaches_beside", "read_on_host", "reads_value", "remedy",
            "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
 
@@ -40,7 +40,9 @@ class Meaning(NamedTuple):
     those that bring a tensor to another device. One that `communicates` does so with
     other ranks. What it is given to write may be given another size where it `resizes`. One
     that is `plain` only reads tensors, and nothing else has to be known of it. What one `calls` are
-    operators as well, which may go by modes.
+    operators as well, which may go by modes. Of a `usual` one none of all this is so, but that it is `plain` and `compiled`:
+    as of most that are called. Results `may_be_fixed`, the same each time that all it is given is, and are so
+    where they are `made_of_numbers` alone.
     """
 
     name: str
@@ -60,6 +62,9 @@ class Meaning(NamedTuple):
     resizes: bool
     plain: bool
     calls: bool
+    usual: bool
+    may_be_fixed: bool
+    made_of_numbers: bool
 
 
 # Batch norm writes its running statistics; these older overloads do not say so. (The first three consist of others, and are
@@ -107,6 +112,9 @@ _METADATA = {f"aten::{name}" for name in (
     "_nested_get_ragged_idx", "_nested_tensor_storage_offsets", "_fused_sdp_choice", "_use_cudnn_ctc_loss",
     "_use_miopen_ctc_loss",
 )}  # fmt: skip
+CASTS = frozenset(f"aten::{name}" for name in (
+    "_trilinear", "linalg_polar", "linalg_pinv", "ldexp", "mvlgamma", "_scaled_mm", "_scaled_mm_v2"))  # fmt: skip
+"""Operators that autocast does not cast, and that call some which it does."""
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
 NO_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device})
@@ -189,7 +197,11 @@ def _meaning(func: OpOverload) -> Meaning:
     writes += COLLECTIVES[schema.name].writes if schema.name in COLLECTIVES else ()
     random = torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in arguments}
     compiled, others = schema.name.startswith("aten::"), schema.name.split("::")[0] not in _TORCHS
-    far = communicates(schema.name)
+    far, constant, converts = communicates(schema.name), schema.name in _CONSTANT, schema.name in _CONVERTING
+    changed = torch.Tag.inplace_view in tags
+    refusable = reads_host or shape_from_data or schema.name in _REFUSABLE
+    plain = not (writes or named or random or far or schema.name == "aten::as_strided")
+    calls, casts = calls_others(func), schema.name in CASTS
     return Meaning(
         name=schema.name,
         writes=writes,
@@ -197,17 +209,20 @@ def _meaning(func: OpOverload) -> Meaning:
         reads_host=reads_host,
         shape_from_data=shape_from_data,
         random=random,
-        metadata_only=torch.Tag.inplace_view in tags,
-        refusable=reads_host or shape_from_data or schema.name in _REFUSABLE,
+        metadata_only=changed,
+        refusable=refusable,
         compiled=compiled,
         others=others,
         communicates=far,
-        constant=schema.name in _CONSTANT,
-        converts=schema.name in _CONVERTING,
+        constant=constant,
+        converts=converts,
         copies=schema.name in _COPIES,
         resizes=bool(named) and (not compiled or any(_may_be_resized(a) for _, a in written)),
-        plain=not (writes or named or random or far or schema.name == "aten::as_strided"),
-        calls=calls_others(func),
+        plain=plain,
+        calls=calls,
+        may_be_fixed=not (random or others or far or schema.name in UNFILLED),
+        made_of_numbers=constant or (schema.name in OF_SHAPES and plain),  # and not a part of something (out=)
+        usual=plain and compiled and not (refusable or changed or constant or converts or others or calls or casts),
     )
 
 

@@ -36,6 +36,7 @@ from ..values.wording import first_line
 from .call_memory import CallMemory
 from .digest import Digest
 from .effects import ANYONE, Effect, Starts
+from .notes import Note
 from .python_events import pause_profiling
 from .refusals import Refusals
 
@@ -287,7 +288,7 @@ class ControlFlow(CallMemory, Refusals):
             if self._left_by(made, kept):
                 raise self.located(Refusal("keeps a tensor that it makes in a branch or loop", "return it from the body"))
         if self.digest is not None:
-            self.digest.note(_MARK, _MARK.name, (), {})
+            self.digest.note(_MARK, _MARK.name, Note((), {}, self.known))
 
     def _left_by(self, made: int, kept: Iterable[torch.Tensor]) -> list[int]:
         """The storages that are there, were made after so many, and are none of these."""

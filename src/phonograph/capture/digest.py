@@ -1,7 +1,8 @@
 """The stream of operators of a call, as a digest: what a recording was made of, to be compared with what the same Python code
 calls now.
 
-Each operator leaves eight bytes: of its name, its numbers, and who its tensors are. A tensor is named so that the same call
+Each operator leaves eight bytes: of its name, its numbers, and who its tensors are. (They are worked out of its note, where
+somebody compares: before the first audit of a recording.) A tensor is named so that the same call
 gives the same name each time: an argument by its place, what the call makes by how many things it had made before, and what
 was there before by its address, which is in the recording as well. Values of tensors are none of it, but for those that are
 made of Python's numbers: they are constants of the recording. A number that a recording follows (`Dials`) is named by its
@@ -19,12 +20,11 @@ import ctypes
 import hashlib
 import marshal
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from .._torch.dynamic import Args, Kwargs
 from .._torch.tensors import has_memory, is_ordinary
 from ..aten.operators import Meaning
 from ..errors import Refusal
@@ -35,6 +35,7 @@ from ..values.counters import Followed
 from ..values.formulas import Formula
 from ..values.pytree_nodes import Node
 from ..values.wording import operator, source_of
+from .notes import Look, Note
 
 __all__ = ["Comparison", "Differs", "Digest", "NotNow", "Recompiled", "Same"]
 
@@ -42,6 +43,11 @@ _BYTES = 8
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, complex, str, bytes})
 _KINDS: dict[torch.dtype, str] = {}
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+_Row = tuple[int, list[Any], dict[str, Any], bytes | None, list[tuple[object, int]], Mapping[float, str]]
+"""What is said of one operator: its identity; what it is given; a constant; of each look in that, in order, whose memory it is
+of, and where it begins there; what is followed. It holds nothing but names, numbers and what tensors are like."""
 
 
 class Digest:
@@ -52,7 +58,8 @@ class Digest:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.hashes = bytearray()
+        self._rows: list[_Row | bytes] = []
+        self._hashes = bytearray()  # of the rows before these
         self.graphs: list[weakref.ref[object]] = []  # which are compiled
         self.shape: Node | None = None
         self.result = b""
@@ -61,6 +68,14 @@ class Digest:
         self._offsets: dict[int, int] = {}
         self._fixed: tuple[float, ...] = ()
 
+    @property
+    def hashes(self) -> bytearray:
+        """Eight bytes of each operator."""
+        for row in self._rows:
+            self._hashes += row if type(row) is bytes else _hashed(_said_of(row))  # type: ignore[arg-type]
+        self._rows = []
+        return self._hashes
+
     def begin(self, name_of: Callable[[int], int | str | None], dials: Dials, slots: list[torch.Tensor]) -> None:
         """The call is going to run, with these slots for its arguments. Of a storage it is known how many others the call had
         made before, or what it is called."""
@@ -68,19 +83,20 @@ class Digest:
         self._offsets = {slot.untyped_storage()._cdata: int(slot.storage_offset()) for slot in slots}
         self._fixed = dials.alike()
 
-    def note(self, m: Meaning, func: object, args: Args, kwargs: Kwargs) -> None:
+    def note(self, m: Meaning, func: object, note: Note) -> None:
         """This operator is going to run."""
         if self._dials is None:
             return  # what the capture itself does when the call is over
-        self._add(
-            m.name,
-            (
-                identity(func),
-                [*map(self._said, args)],
-                self._said(kwargs) if kwargs else None,
-                self._constant(args[0]) if m.constant else None,
-            ),
-        )
+        who: list[tuple[object, int]] = []
+        name_of = self._name_of
+        for t, key, look in zip(note.tensors, note.keys, note.looks, strict=True):
+            if look is not None:
+                name = name_of(key)
+                who.append((name, look.offset) if type(name) is not str else self._outside(t, key, look.offset))
+        constant = self._constant(note.tensors[0]) if m.constant else None
+        followed = self._all_followed(note.numbers) if note.numbers else _NONE
+        row: _Row = identity(func), note.args, note.kwargs, constant, who, followed
+        self._add(m.name, _hashed(_said_of(row, self._tensor)) if note.others else row)
 
     def note_graph(self, graph: object) -> None:
         """This compiled graph is going to run."""
@@ -89,7 +105,7 @@ class Digest:
     def end(self, shape: Node | None, leaves: list[object], kernels: Iterable[tuple[str, object]]) -> None:
         """The call has returned these leaves, and launched these kernels without an operator."""
         for name, given in kernels:
-            self._add(name, given)
+            self._add(name, _hashed(given))
         self.shape, self.result = shape, _hashed([*map(self._leaf, leaves)])
         self.close()
 
@@ -97,9 +113,20 @@ class Digest:
         """Keep nothing of the capture."""
         self._name_of, self._dials = _forgotten, None
 
-    def _add(self, name: str, said: object) -> None:
+    def _add(self, name: str, row: _Row | bytes) -> None:
         self.names.append(name)
-        self.hashes += _hashed(said)
+        self._rows.append(row)
+
+    def _outside(self, t: torch.Tensor, key: int, offset: int) -> tuple[object, int]:
+        """Whose memory a tensor lies in that was there before, and where it begins there."""
+        if key in self._offsets:
+            return self._name_of(key), offset - self._offsets[key]
+        storage = t.untyped_storage()
+        return (storage.data_ptr(), storage.nbytes()), offset
+
+    def _all_followed(self, numbers: Iterable[float]) -> Mapping[float, str]:
+        formulas = self._dials.formulas if self._dials else {}
+        return {v: self._followed(formulas[v]) for v in numbers if v in formulas} or _NONE
 
     def _constant(self, t: torch.Tensor) -> bytes:
         """The values of a tensor that is made of Python's numbers, where they are not followed."""
@@ -107,30 +134,13 @@ class Digest:
             return b""
         return ctypes.string_at(t.data_ptr(), t.numel() * t.element_size())
 
-    def _said(self, v: Any) -> object:
-        kind = type(v)
-        if kind is torch.Tensor:
-            return self._tensor(v)
-        if kind is float:
-            formula = self._dials.formulas.get(v) if self._dials else None
-            return v if formula is None else self._followed(formula)
-        if kind in _AS_THEY_ARE:
-            return v
-        if isinstance(v, (list, tuple)):
-            return [*map(self._said, v)]
-        if isinstance(v, torch.Tensor):
-            return self._tensor(v)
-        if isinstance(v, dict):
-            return [(self._said(k), self._said(x)) for k, x in v.items()]
-        return str(v) if isinstance(v, _NAMED) else kind.__qualname__
-
     def _leaf(self, v: object) -> object:
         if isinstance(v, Followed):
             return self._followed(v.formula)
         if isinstance(v, torch.Tensor):
             who = self._tensor(v)
             return who, type(who[0]) is int and v.requires_grad  # what the call has not made is the caller's
-        return self._said(v)
+        return _said(v, iter(()), self._all_followed([v]) if type(v) is float else _NONE, self._tensor)
 
     def _followed(self, formula: Formula) -> str:
         """What a formula gives for numbers that are the same each time."""
@@ -140,20 +150,58 @@ class Digest:
             return f"follows {type(e).__name__}"
 
     def _tensor(self, t: torch.Tensor) -> tuple[object, ...]:
-        kind = _KINDS.get(t.dtype) or _KINDS.setdefault(t.dtype, str(t.dtype))
+        kind = _kind(t.dtype)
         try:
             storage = t.untyped_storage() if not t.is_nested and (is_ordinary(t) or has_memory(t)) else None
         except RuntimeError:  # it has none
             storage = None
         if storage is None:
             return type(t).__qualname__, kind, t.dim()
-        key, offset = storage._cdata, t.storage_offset()
+        key, offset = storage._cdata, int(t.storage_offset())
         who: object = self._name_of(key)
         if type(who) is str:
-            inside = key in self._offsets
-            who, offset = (who, offset - self._offsets[key]) if inside else ((storage.data_ptr(), storage.nbytes()), offset)
+            who, offset = self._outside(t, key, offset)
         lazy = (t.is_conj(), t.is_neg()) if t.dtype.is_complex or t.is_neg() else ()
         return who, offset, kind, *t.shape, *t.stride(), *lazy
+
+
+_NONE: Mapping[float, str] = {}
+
+
+def _no_tensor(t: torch.Tensor) -> object:
+    raise AssertionError("a row holds no tensors")
+
+
+def _said_of(row: _Row, tensor: Callable[[torch.Tensor], object] = _no_tensor) -> object:
+    operator, args, kwargs, constant, lie, followed = row
+    who = iter(lie)
+    return operator, _said(args, who, followed, tensor), _said(kwargs, who, followed, tensor) if kwargs else None, constant
+
+
+def _said(
+    v: Any, who: Iterator[tuple[object, int]], followed: Mapping[float, str], tensor: Callable[[torch.Tensor], object]
+) -> object:
+    """What is said of a value among what an operator is given; by `tensor` of one that is no memory with a shape."""
+    kind = type(v)
+    if kind is Look:
+        dtype, size, stride, conjugate, negative, _ = v.kind
+        lazy = (conjugate, negative) if dtype.is_complex or negative else ()
+        return *next(who), _kind(dtype), *size, *stride, *lazy
+    if kind is float:
+        return followed.get(v, v)
+    if kind in _AS_THEY_ARE:
+        return v
+    if isinstance(v, (list, tuple)):
+        return [_said(x, who, followed, tensor) for x in v]
+    if isinstance(v, torch.Tensor):
+        return tensor(v)
+    if isinstance(v, dict):
+        return [(k, _said(x, who, followed, tensor)) for k, x in v.items()]
+    return str(v) if isinstance(v, _NAMED) else kind.__qualname__
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return _KINDS.get(dtype) or _KINDS.setdefault(dtype, str(dtype))
 
 
 def _forgotten(key: int) -> None:
@@ -204,9 +252,9 @@ class Comparison(Digest):
         super().__init__()
         self._then = then
 
-    def _add(self, name: str, said: object) -> None:
+    def _add(self, name: str, row: _Row | bytes) -> None:
         at = len(self.names)
-        super()._add(name, said)
+        super()._add(name, row)
         then = self._then.names[at] if at < len(self._then.names) else ""
         if name != then:
             was = operator(then) if then else "nothing more"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,6 @@ from ..aten.autocast import Casts
 from ..aten.collectives import refusal
 from ..errors import Refusal
 from ..guards.followed_numbers import takes
-from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
 from ..memory.pool import extent
 from ..python.identity import identity
@@ -57,6 +56,7 @@ from .followed_counts import COUNTING, FollowedCounts
 from .higher_order import branch_or_loop
 from .histories import Histories
 from .host_numbers import HostNumbers
+from .notes import Note
 from .origins import Origins
 from .python_events import pause_profiling
 from .random_states import RandomStates
@@ -70,6 +70,7 @@ __all__ = ["OperatorWatch"]
 
 _GIVEN = operators.meaning(torch.ops.aten.alias.default)
 _STRIDED = torch.strided
+_GOES_ON = object()  # as an answer: there is none
 
 
 class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
@@ -90,6 +91,7 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
         self.histories = Histories(reach)
+        self._historic = bool(self.histories)
         self.split: Set[object] = frozenset()
         """Operators that run live between segments."""
         self.cutting: Callable[[Any, Any, Any], Any] | None = None
@@ -150,9 +152,14 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Thing:
+        if types or type(func) is not OpOverload:
+            return self._of_others(func, types, args, kwargs or {})
+        return self._of_operator(func, args, kwargs or {})
+
+    def _of_others(self, func: OpOverload, types: Sequence[type], args: Args, kwargs: Kwargs) -> Thing:
+        """Handle what is no plain operator of plain tensors, or may be none."""
         if types and waits_by_itself(types):
             return NotImplemented  # such a tensor waits first, by an operator that comes here, and calls `func` on its result
-        kwargs = kwargs or {}
         resolves_again()
         if makes_fakes():
             return func(*args, **kwargs)  # fake tensors: no part of the call's work
@@ -160,9 +167,14 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
             return self._of_higher_order(func, args, kwargs)
         if types and (classes := say_themselves(types)):
             return self._of_classes(func, classes, args, kwargs)
-        listening = pause_profiling()
+        return self._of_operator(func, args, kwargs)
+
+    def _of_operator(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Thing:
+        listening = pause_profiling()  # before anything of ours is called, each step of which would be heard
         try:
-            return self._of_call(func, args, kwargs, listening)
+            resolves_again()
+            if not makes_fakes():
+                return self._of_call(func, args, kwargs, listening)
         except Refusal as refusal:
             raise self.located(refusal) from None
         except RuntimeError:
@@ -172,6 +184,7 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         finally:
             if listening is not None:
                 sys.setprofile(listening)
+        return func(*args, **kwargs)
 
     def position(self) -> int:
         return len(self.parts)
@@ -189,8 +202,34 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
     def _of_call(self, func: OpOverload, args: Args, kwargs: Kwargs, listening: Callable[..., object] | None) -> object:
         """Handle an operator of the call: refuse it, run it live between segments, count an optimizer's step, or run it."""
         m = operators.meaning(func)
+        note = Note(args, kwargs, self.known)
         if self.digest is not None:
-            self.digest.note(m, func, args, kwargs)
+            self.digest.note(m, func, note)
+        if not m.usual or self.split or self.arrivals is not None:
+            answer = self._instead(func, m, args, kwargs)
+            if answer is not _GOES_ON:
+                return answer
+        self._see(m, args, kwargs, note)
+        fixed = self.of
+        self.operators += 1
+        sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
+        begins = self.captured()
+        out = self._run(func, m, args, kwargs, note, listening)
+        if fixed is not None:
+            self.makes(func, args, kwargs, out, fixed)
+        if self.graphs:
+            self.graphs[-1].met(note.tensors, out)
+        self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
+        if self._historic and torch.is_grad_enabled():
+            self.histories.check_result(m, note.tensors, out)
+        if not m.usual:
+            self._look_at_result(m, args, kwargs, out)
+        if sizes and sizes != operators.bytes_written(m, args, kwargs):
+            raise Refusal(f"{source_of(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
+        return out
+
+    def _instead(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
+        """Refuse an operator of the call, or answer it in place of running it."""
         constant = (m.refusable or self.split) and self.is_constant(m, args, kwargs)
         if self.split and func in self.split and not constant:
             assert self.cutting is not None
@@ -204,7 +243,7 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
             self.communicates(m, args, kwargs)
         if m.name in COMPARISONS and not constant and self.numerals is not None and self._compares(m, *args[:2]):
             with self:
-                return self._compared(m, args, kwargs, site_of(sys._getframe(1)))
+                return self._compared(m, args, kwargs, site_of(sys._getframe(2)))
         if m.refusable and not constant:
             self._check(func, m, args, kwargs)
         if m.name in COUNTING and self._counting and self._counted(m, args, kwargs):
@@ -217,28 +256,13 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         if self.casts.unclear(m):
             raise Refusal(f"{source_of(m.name)} under autocast works in types of which torch does not tell",
                           "call it where autocast is off: with torch.autocast(device_type, enabled=False)")  # fmt: skip
-        operands = self._see(m, args, kwargs)
-        fixed = self.of
-        if m.name == "aten::_to_copy" and operands and operands[0].requires_grad and operands[0].is_leaf and self.casts.keep():
-            self.casts_weight(operands[0], self.casts.ended)
-        self.operators += 1
-        sizes = operators.bytes_written(m, args, kwargs) if m.resizes else ()
-        begins = self.captured()
-        out = self._run(func, m, args, kwargs, listening)
-        if fixed is not None:
-            self.makes(func, args, kwargs, out, fixed)
-        if self.graphs:
-            self.graphs[-1].met(operands, out)
-        self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
+        return _GOES_ON
+
+    def _look_at_result(self, m: operators.Meaning, args: Args, kwargs: Kwargs, out: object) -> None:
         if m.communicates and self.arrivals is not None:
             self.arrivals.note(m, args, kwargs, out)
-        if self.histories and torch.is_grad_enabled():
-            self.histories.check_result(m, operators.operands(args, kwargs), out)
         if m.converts and operators.made_integers(args, out):
             self.more = self.more or f"makes integers of floating-point numbers ({source_of(m.name)}), which may be indices"
-        if sizes and sizes != operators.bytes_written(m, args, kwargs):
-            raise Refusal(f"{source_of(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
-        return out
 
     def _compares(self, m: operators.Meaning, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether it takes their values to tell whether these are the same, and the device has them."""
@@ -264,18 +288,19 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
             raise
 
     def _run(
-        self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs, listening: Callable[..., object] | None
-    ) -> Any:
+        self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs, note: Note,
+        listening: Callable[..., object] | None,
+    ) -> Any:  # fmt: skip
         """Run an operator. Python code of its own is not observed."""
         if listening is not None and not m.compiled:
             sys.setprofile(listening)  # the operator itself is Python code, perhaps the user's
         self.runs_python = self.runs_python or m.others
         try:
-            if self.dials is not None and self.dials.wide:
+            if note.numbers and self.dials is not None and self.dials.wide:
                 taken = takes(self.dials, m.name, args, kwargs, called=self.calls_operators)
                 if taken is not None:
                     return self._followed(func, m, *taken)
-            return self.perform(func, m, args, kwargs)
+            return self.perform(func, m, args, kwargs, note)
         except Refusal as refusal:
             refusal.operator = func
             raise
@@ -330,39 +355,45 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
 
     # -- what an operator is given
 
-    def _see(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-        """Collect the tensors that an operator reads and writes. Returns its tensor arguments."""
-        known, touched, saved, keys = self.known, self.touched, self.saved, list[int]()
-        tensors = operators.operands(args, kwargs)
-        for t in tensors:
-            if t.layout is not _STRIDED:  # the others that are not known are asked
-                raise _other_kind(m, t)
-            key = t.untyped_storage()._cdata
-            keys.append(key)
+    def _see(self, m: operators.Meaning, args: Args, kwargs: Kwargs, note: Note) -> None:
+        """Collect the tensors that an operator reads and writes."""
+        known, touched, saved = self.known, self.touched, self.saved
+        for t, key in zip(note.tensors, note.keys, strict=True):
             name = known.get(key)
             if name:
                 touched.add(key)
                 if key in self._counts:
                     raise Refusal(f"{source_of(m.name)} works with the step count of an optimizer, which is kept on the host",
                                   "leave the count to the optimizer's step, or read it outside")  # fmt: skip
-            elif name is None and not is_valueless(t):
-                if not has_memory(t):
-                    raise _other_kind(m, t)
-                self.refuse_untraced(m, t)
+            elif name is None:
+                self._see_unknown(m, t)
             if saved and key in saved:
                 self.check_saved(key)
-        self.of = self.made_of(m, tensors, keys, args, kwargs)
+        self.of = None if self.bodies or not m.may_be_fixed else self.made_of(m, note, args, kwargs)
         if not m.plain:
             self._see_more(m, args, kwargs)
-        if self.dials:
-            _numbers_in(args, self.dials)
-            if kwargs:
-                _numbers_in(kwargs.values(), self.dials)
+        if note.numbers and self.dials:
+            for number in note.numbers:
+                self.dials.see(number)
         if kwargs:
             generator = kwargs.get("generator")
             if generator is not None and self.is_new(generator):
                 self.meet(generator)
-        return tensors
+        if m.copies and m.name == "aten::_to_copy" and note.tensors:
+            self._see_weight(note.tensors[0])
+
+    def _see_unknown(self, m: operators.Meaning, t: torch.Tensor) -> None:
+        if t.layout is not _STRIDED:
+            raise _other_kind(m, t)
+        t.untyped_storage()  # which raises where there can be none
+        if not is_valueless(t):
+            if not has_memory(t):
+                raise _other_kind(m, t)
+            self.refuse_untraced(m, t)
+
+    def _see_weight(self, t: torch.Tensor) -> None:
+        if t.requires_grad and t.is_leaf and self.casts.keep():
+            self.casts_weight(t, self.casts.ended)
 
     def _see_more(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> None:
         if m.random:
@@ -396,10 +427,12 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         """How much this segment has so far: steps of a tape, nodes of a graph."""
         return 0
 
-    def perform(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs) -> object:
-        """Run the operator; devices that keep a tape override this."""
-        if m.constant:
-            out: Thing = self._constant(operators.constant(m, args[0]))
+    def perform(self, func: OpOverload, m: operators.Meaning, args: Args, kwargs: Kwargs, note: Note | None = None) -> object:
+        """Run the operator; devices that keep a tape override this. There is no `note` where it is given something else."""
+        if m.usual:
+            out: Thing = func(*args, **kwargs)
+        elif m.constant:
+            out = self._constant(operators.constant(m, args[0]))
         else:
             out = self.casts.called(m, self.casts.within(m), func, args, kwargs)
         for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
@@ -507,12 +540,3 @@ def _not_here(address: int, nbytes: int) -> None:
 
 def _unsaid(_: torch.Tensor) -> None:
     """Default of `met_outside`."""
-
-
-def _numbers_in(values: Iterable[Thing], dials: Dials) -> None:
-    for v in values:
-        kind = type(v)
-        if kind is float:
-            dials.see(v)
-        elif (kind is list or kind is tuple) and v and not isinstance(v[0], torch.Tensor):
-            _numbers_in(v, dials)

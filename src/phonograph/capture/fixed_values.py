@@ -26,6 +26,7 @@ from ..python import memory_contents
 from ..python.holders import Holder
 from ..values.host_scalars import READS_NUMBER, Site, site_of
 from .followed_counts import FollowedCounts
+from .notes import Note
 
 __all__ = ["MADE_OF_NUMBERS", "FixedValues"]
 
@@ -88,14 +89,14 @@ class FixedValues(FollowedCounts):
                 return None
         return frozenset(found) if found else MADE_OF_NUMBERS
 
-    def made_of(
-        self, m: operators.Meaning, tensors: Sequence[torch.Tensor], keys: Sequence[int], args: Args, kwargs: Kwargs
-    ) -> frozenset[int] | None:
-        """What an operator makes its results of, if these hold the same in each replay; its tensors lie on these storages."""
-        if m.random or m.others or m.communicates or m.name in operators.UNFILLED or self.bodies:
-            return None
-        made = m.constant or (m.name in operators.OF_SHAPES and m.plain)  # and not a part of something (out=)
-        of = MADE_OF_NUMBERS if made else self._made_of_all(tensors, keys)
+    def made_of(self, m: operators.Meaning, note: Note, args: Args, kwargs: Kwargs) -> frozenset[int] | None:
+        """What an operator makes its results of, if these hold the same in each replay."""
+        if m.made_of_numbers:
+            of: frozenset[int] | None = MADE_OF_NUMBERS
+        elif note.keys and not self.known.get(note.keys[0]) and note.keys[0] not in self._made_of:
+            return None  # as it is of most
+        else:
+            of = self._made_of_all(note.tensors, note.keys)
         if of is not None and self.dials and self.stands_among((*args, *kwargs.values())):
             return None
         return of

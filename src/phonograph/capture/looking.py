@@ -25,6 +25,7 @@ from ..python.origin import users_frame
 from ..values.wording import source_of
 from .dispatch import OperatorWatch
 from .effects import SCHEDULER, Starts
+from .notes import Note
 from .python_events import Listener
 from .value_checks import Check
 
@@ -120,7 +121,7 @@ class LookingWatch(OperatorWatch):
         finally:
             self._given.pop()
 
-    def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any) -> Any:
+    def perform(self, func: Any, m: operators.Meaning, args: Any, kwargs: Any, note: Note | None = None) -> Any:
         self._given[-1] = out = func(*args, **kwargs)
         for t in self.memory_in(m, operators.tensors_in(out, [])):
             self._begins(t.untyped_storage())
@@ -150,12 +151,11 @@ class LookingWatch(OperatorWatch):
     def communicates(self, m: operators.Meaning, args: Any, kwargs: Any) -> None:
         """Devices differ in this."""
 
-    def _see(self, m: operators.Meaning, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        tensors = super()._see(m, args, kwargs)
-        if m.copies and copies_to_host(m, args, kwargs) and any(not t.is_cpu for t in tensors):
+    def _see(self, m: operators.Meaning, args: Any, kwargs: Any, note: Note) -> None:
+        super()._see(m, args, kwargs, note)
+        if m.copies and copies_to_host(m, args, kwargs) and any(not t.is_cpu for t in note.tensors):
             raise Refusal(f"{source_of(m.name)} copies a tensor from the GPU to the CPU",
                           "return the tensor, and copy it outside the recorded function")  # fmt: skip
-        return tensors
 
     def frames(self) -> Starts:
         return {**super().frames(), "step": [(_SCHEDULES, lambda frame: True, SCHEDULER)]}

@@ -62,6 +62,7 @@ class Whose(NamedTuple):
 
 
 NOBODY = Whose(0, NOWHERE, "")
+_OF_LEAVES = 1 << 63  # numbers of the nodes that add up gradients, which are called as soon as they can be
 
 
 class _Numbers:
@@ -94,6 +95,7 @@ class Origins:
         self._forward: Origins | None = None
         self._names: dict[int, str] = {}
         self._last: dict[int, Whose] = {}
+        self._node = -1, NOBODY  # the number of the last node that called, and whose that is
 
     def follows(self, other: Origins) -> None:
         """This call is the backward of that one."""
@@ -137,20 +139,26 @@ class Origins:
         else:
             whose = Whose(0, LINE, _line(of_user)) if of_user is not None else NOBODY
         following = next_number()
-        if thread not in self._numbers:
-            self._numbers[thread] = _Numbers(following - 1)
-        self._numbers[thread].note(following, whose)
+        numbers = self._numbers.get(thread)
+        if numbers is None:
+            numbers = self._numbers[thread] = _Numbers(following - 1)
+        numbers.note(following, whose)
         return whose, False
 
     def _of_node(self, node: torch.autograd.graph.Node) -> Whose:
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            return Whose(identity(leaf), MODULE, "")
         number = made_when(node)
-        calls = (self,) if self._forward is None else (self, self._forward)
-        threads = (numbers for one in calls for numbers in one._numbers.values())
-        found = {whose for numbers in threads if (whose := numbers.of(number)) is not None}
-        return found.pop() if len(found) == 1 else NOBODY
+        if number >= _OF_LEAVES:
+            leaf = getattr(node, "variable", None)
+            return Whose(identity(leaf), MODULE, "") if leaf is not None else NOBODY
+        if number == self._node[0]:  # as for each operator of a node's after the first
+            return self._node[1]
+        found: set[Whose] = set()
+        for one in (self, self._forward):
+            for numbers in one._numbers.values() if one is not None else ():
+                if (whose := numbers.of(number)) is not None:
+                    found.add(whose)
+        self._node = number, found.pop() if len(found) == 1 else NOBODY
+        return self._node[1]
 
     def named(self, reach: Reach) -> tuple[tuple[tuple[int, Origin], ...], ...]:
         """The same with names, and none of the objects: one row for each segment."""

@@ -83,11 +83,13 @@ def watch(things: Iterable[object], listener: object) -> None:
     (What comes to lie where one of them was would cost a comparison too many with each step of a model that has nothing to do
     with it. A parameter itself may have no weak reference: `torch.utils.swap_tensors` refuses those.)"""
     global _watched, _some_gone
+    keys = frozenset(map(identity, things))
+    if not keys:
+        return  # to wrap what all modules inherit takes as long as to capture a small function
     if not _wrapped:
         _wrapped.extend(all_wrapped())
     for one in _wrapped:
         one.put()
-    keys = frozenset(map(identity, things))
     with _lock:
         _listeners[weakref.ref(listener, _gone)] = keys
         if _some_gone:

@@ -10,6 +10,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.capture.digest import Comparison, Digest, Recompiled
+from phonograph.capture.notes import Look
 from phonograph.engine import audit
 from phonograph.testing import assert_same
 from tests.helpers import ramp
@@ -357,6 +358,32 @@ def test_c10_no_false_alarm(device, audits, make):
         others(x, head)
     assert pg.stats(audited).recorded == pg.stats(others).recorded, pg.explain(audited)
     assert len(audits) >= 5
+
+
+def test_c10_what_was_called_is_worked_out_at_the_first_audit(device, audits):
+    """Until then a recording has notes, which hold no tensors: many are never audited."""
+    x, weight = ramp(device, 2, 3), ramp(device, 3, 3)
+    recorded = pg.record(lambda x: (x @ weight).relu() * 2.5, keep="always")
+    recorded(x)
+    recorded(x)
+    (player,) = recorded._shelf
+    digest = player.recording.retrace.digest
+    assert not {*map(type, held_by(digest._rows))} & {torch.Tensor, torch.UntypedStorage}
+    assert len(digest._rows) == len(digest.names) >= 3
+    assert not digest._hashes
+    while not audits:
+        recorded(x)
+    assert len(digest._hashes) == 8 * len(digest.names)
+    assert not digest._rows
+    assert pg.stats(recorded).recorded == 1
+
+
+def held_by(rows):
+    """What is in these, and in what these have."""
+    for x in rows:
+        yield x
+        parts = [x.kind, x.offset] if type(x) is Look else [*x.values()] if isinstance(x, dict) else x
+        yield from held_by(parts) if isinstance(parts, (list, tuple)) and not isinstance(x, torch.Size) else ()
 
 
 def test_c10_code_compiled_anew_is_recorded_again(device, monkeypatch, caplog):

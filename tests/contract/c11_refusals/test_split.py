@@ -620,10 +620,10 @@ def test_c11_what_lacks_memory_once_is_not_taken_for_what_cannot_be_captured(mon
     """On the CPU, where no code of a test's own in a capture is heard: nothing here is a device's."""
     left, real, device = [error("injected")], OperatorWatch._see, "cpu"
 
-    def see(self, m, args, kwargs):
+    def see(self, m, *given):
         if left and m.name == "aten::sin":
             raise left.pop()
-        return real(self, m, args, kwargs)
+        return real(self, m, *given)
 
     monkeypatch.setattr(OperatorWatch, "_see", see)
     f = pg.record(lambda x: (x * 2).sin(), fallback="split", keep="always")

@@ -36,7 +36,7 @@ class Hears:
 def untouched():
     """Before and after, there is no door; recordings of other tests may have been kept until now."""
     hears = Hears()
-    witness.watch([], hears)  # who hears of swapped tensors as well, for as long as the test goes on
+    witness.watch([hears], hears)  # who hears of swapped tensors as well, for as long as the test goes on
     gc.collect()
     if doors.gradients._users or doors.states._users:
         pytest.skip("a recording of another test is kept")
@@ -248,6 +248,29 @@ assert all(a is b for a, b in zip(before[1:], after[1:]))
 
 def test_c21_where_nothing_was_ever_recorded_nothing_has_been_touched(device):
     ended = forked.run(_NEVER)
+    assert ended.returncode == 0, ended.stderr
+
+
+_NO_MODULES = """
+import torch
+import phonograph as pg
+before, x, linear = {**vars(torch.nn.Module)}, torch.ones(3), torch.nn.Linear(3, 3)
+def recorded(function):
+    f = pg.record(function, keep="always")
+    for _ in range(6):
+        f(x)
+    assert pg.stats(f).replayed == 5, pg.explain(f)
+    return f
+plain = recorded(lambda x: x * 2 + 1)
+assert all(vars(torch.nn.Module)[name] is was for name, was in before.items())
+of_module = recorded(lambda x: linear(x).detach())
+assert vars(torch.nn.Module)["__setattr__"] is not before["__setattr__"]
+"""
+
+
+def test_c21_a_function_that_has_no_modules_leaves_those_of_others_alone():
+    """To wrap what each module inherits takes as long as all else of a small function's first recording."""
+    ended = forked.run(_NO_MODULES)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -7,12 +7,14 @@ What a tape runs on the CPU is left out: those are its operators. So are the ker
 
 import functools
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 import phonograph as pg
+from phonograph.capture import dispatch
 from phonograph.devices.cpu.numbers import FollowedNumbers
 from phonograph.devices.cpu.program import TapeProgram
 from phonograph.devices.cuda.driver import KernelNumbers
@@ -135,3 +137,58 @@ def test_c07_memory_that_was_given_back_is_noticed_among_many_arguments(device):
     xs = make()
     xs[1].untyped_storage().resize_(64)  # as far as its last element
     assert recorded._known_calls.find(xs, {})
+
+
+_COUNTING = """
+import sys
+def counting(pause, found):
+    def count(frame, event, arg):
+        if event == "call" or event == "c_call":
+            found["all"] += 1
+            found[frame.f_code.co_name if event == "call" else arg.__name__] += 1
+    def nobody(frame, event, arg):
+        pass
+    def paused():
+        listening = pause()
+        found["operators"] += 1
+        sys.setprofile(count)
+        return listening or nobody
+    return paused
+"""
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """How often what is called while a capture handles the operators of a call. (The code that counts is no code of a test's,
+    which would be heard.)"""
+    found, names = Counter(), {}
+    exec(compile(_COUNTING, dispatch.__file__, "exec"), names)
+    monkeypatch.setattr(dispatch, "pause_profiling", names["counting"](dispatch.pause_profiling, found))
+    yield found
+    sys.setprofile(None)
+
+
+PAIRS = 40
+
+
+def products(x, weight):
+    for _ in range(PAIRS):
+        x = torch.relu(torch.addmm(weight, x, weight))
+    return x
+
+
+def test_c22_a_capture_looks_once_at_what_an_operator_is_given(device, watched):
+    """Who watches, who notes for audits and who notes for a replay had asked each tensor by themselves."""
+    x, weight = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device) / 8
+    recorded = pg.record(products, keep="always")
+    recorded(x, weight)
+    watched.clear()
+    recorded(x, weight)
+    assert pg.stats(recorded).recorded == 1, reasons(recorded)
+    assert watched["operators"] == 2 * PAIRS
+    given, made, few = 4 * PAIRS, 2 * PAIRS, 10  # where the two operators are tried by other names
+    assert watched["stride"] <= given + made + few
+    assert watched["is_neg"] <= given + made + few
+    assert watched["_hashed"] == watched["dumps"] == 0
+    if device.type == "cpu":
+        assert watched["all"] < 150 * watched["operators"]

@@ -68,8 +68,10 @@ class Arena:
             start, end = _aligned(address), address + length
             if start + want <= end:
                 self._forget(address)
-                self._note(address, start - address)
-                self._note(start + want, end - start - want)
+                if start > address:
+                    self._note(address, start - address)
+                if end > start + want:
+                    self._note(start + want, end - start - want)
                 self._taken[start] = want
                 self.used.append((start, want))
                 return start
@@ -99,10 +101,9 @@ class Arena:
 
     def _note(self, address: int, length: int) -> None:
         """A piece is free, of which no neighbour is."""
-        if length > 0:
-            insort(self._begins, address)
-            insort(self._by_size, (length, address))
-            self._length[address] = length
+        insort(self._begins, address)
+        insort(self._by_size, (length, address))
+        self._length[address] = length
 
     def _forget(self, address: int) -> int:
         """The piece that begins there is free no more. Returns its length."""

@@ -6,7 +6,7 @@ a copy of its results. What only allocates is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from operator import length_hint
 from typing import Any
@@ -19,6 +19,7 @@ from ..._torch.operators import OpOverload
 from ..._torch.tensors import copy_all, maker
 from ...aten import operators
 from ...aten.autocast import Casts
+from ...capture.notes import Kind, Look
 from ...capture.recording import Tensors, Work
 from ...capture.value_checks import Failed
 from ...memory.pool import Fill, unexpanded
@@ -28,7 +29,7 @@ from ..segments import TakenBack
 from .bindings import spelled
 from .bodies import CHOICE, LOOP, Choice, Loop
 from .numbers import FollowedNumbers, numbers_of
-from .steps import Operand, Step
+from .steps import Operand, Place, Step, tensor_in
 
 __all__ = ["NOTHING", "TapeProgram", "read_state"]
 
@@ -133,7 +134,9 @@ class TapeProgram:
         which = identity(step.func)  # an overload's own hash is Python code
         if which in NOTHING:
             return None
-        args, kwargs = self._real(step.args), self._real(step.kwargs)
+        places = iter(step.places)
+        args = tuple([self._real(x, places) for x in step.args])
+        kwargs = {name: self._real(x, places) for name, x in step.kwargs.items()} if step.kwargs else {}
         outs = [None if o is None else self._operand(o) for o in step.results]
         if step.infers or step.autocast or _asks_for_modes(step.func):
             op = partial(_in_modes, step.grad_mode, step.infers, step.autocast, step.func._op)
@@ -150,22 +153,28 @@ class TapeProgram:
             return partial(step.variant.func, *args, **kwargs, **step.variant.outs([o for o in outs if o is not None]))
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
 
-    def _real(self, value: Thing) -> Thing:
-        if type(value) in operators.NO_TENSORS:
+    def _real(self, value: Thing, places: Iterator[Place]) -> Thing:
+        kind = type(value)
+        if kind in operators.NO_TENSORS:
             return value
-        if isinstance(value, Operand):
+        if kind is Look:
+            return self._tensor(next(places), value.offset, value.kind)
+        if kind is Operand:
             return self._operand(value)
         if isinstance(value, (list, tuple)):
-            return type(value)(map(self._real, value))
+            return kind(self._real(x, places) for x in value)
         if isinstance(value, dict):
-            return {k: self._real(v) for k, v in value.items()}
+            return {k: self._real(v, places) for k, v in value.items()}
         return value
 
     def _operand(self, o: Operand) -> torch.Tensor:
-        key = (o.place, o.offset, o.kind)
+        return self._tensor(o.place, o.offset, o.kind)
+
+    def _tensor(self, place: Place, offset: int, kind: Kind) -> torch.Tensor:
+        key = place, offset, kind
         known = self._tensors.get(key)
         if known is None:
-            known = self._tensors[key] = o.tensor()
+            known = self._tensors[key] = tensor_in(place, offset, kind)
         return known
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs, Leaves, Thing
+from ..._torch.dynamic import Thing
 from ..._torch.tensors import neg_view, storage_at
-from ...aten.operators import NO_TENSORS
+from ...capture.notes import Kind, kind_of
 from .out_variants import Variant
 
-__all__ = ["Operand", "Place", "Step", "described", "kind_of"]
+__all__ = ["Operand", "Place", "Step", "tensor_in"]
 
 
 class Place:
@@ -36,57 +36,32 @@ class Operand:
     __slots__ = ("kind", "offset", "place")
 
     def __init__(self, place: Place, t: torch.Tensor) -> None:
-        self.place, self.offset, self.kind = place, t.storage_offset(), kind_of(t)
+        self.place, self.offset, self.kind = place, int(t.storage_offset()), kind_of(t)
 
     def tensor(self) -> torch.Tensor:
-        dtype, size, stride, conjugate, negative, trained = self.kind
-        t = torch.empty(0, dtype=dtype, device="cpu").set_(self.place.storage(), self.offset, size, stride)
-        t = torch.conj(t) if conjugate else t
-        t = neg_view(t) if negative else t
-        return t.requires_grad_() if trained else t
+        return tensor_in(self.place, self.offset, self.kind)
 
 
-def kind_of(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool, bool]:
-    """In inference mode, operators are noted whole that ask whether a gradient will be wanted, as `matmul` does."""
-    dtype = t.dtype
-    trained = t.requires_grad and torch.is_inference_mode_enabled()
-    return dtype, t.size(), t.stride(), dtype.is_complex and t.is_conj(), t.is_neg(), trained
+def tensor_in(place: Place, offset: int, kind: Kind) -> torch.Tensor:
+    dtype, size, stride, conjugate, negative, trained = kind
+    t = torch.empty(0, dtype=dtype, device="cpu").set_(place.storage(), offset, size, stride)
+    t = torch.conj(t) if conjugate else t
+    t = neg_view(t) if negative else t
+    return t.requires_grad_() if trained else t
 
 
 class Step:
-    """One operator of the tape: what to call, with what, and which new tensors its results go to."""
+    """One operator of the tape: what to call, with what, and which new tensors its results go to. Its arguments have operands
+    in the places of tensors; or looks, and beside them the places of these, in order."""
 
-    __slots__ = ("args", "autocast", "func", "grad_mode", "infers", "kwargs", "results", "variant")
+    __slots__ = ("args", "autocast", "func", "grad_mode", "infers", "kwargs", "places", "results", "variant")
 
     def __init__(
-        self, func: Thing, args: Args, kwargs: Kwargs, results: list[Operand | None], variant: Variant | None = None,
-        casts: tuple[object, ...] = (), *, infers: bool = False,
+        self, func: Thing, args: Sequence[Thing], kwargs: Mapping[str, Thing], results: list[Operand | None],
+        variant: Variant | None = None, casts: tuple[object, ...] = (), *, infers: bool = False, places: Sequence[Place] = (),
     ) -> None:  # fmt: skip
+        self.places = places
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
         self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
         self.infers = infers
         """Whether it may ask, in inference mode, for which of its arguments gradients are wanted."""
-
-
-def described(args: Args, kwargs: Kwargs, results: Sequence[object]) -> Leaves:
-    """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, as noted, and what else
-    is among them."""
-    found, plain = list[object](), list[object]()
-    _describe((*args, *kwargs.items(), *results) if kwargs else (*args, *results), found, plain)
-    return [len(results), *found, repr(plain)] if plain else [len(results), *found]
-
-
-def _describe(values: Iterable[object], found: list[object], plain: list[object]) -> None:
-    for value in values:
-        if type(value) is Operand:
-            found.append(value.kind)
-        elif type(value) in NO_TENSORS:
-            plain.append(value)
-        elif isinstance(value, torch.Tensor):
-            found.append(kind_of(value))
-        elif isinstance(value, dict):
-            _describe(value.items(), found, plain)
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, (Operand, torch.Tensor)) for v in value):
-            _describe(value, found, plain)
-        else:
-            plain.append(value)

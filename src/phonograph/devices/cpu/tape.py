@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from ..._torch.dynamic import Args, Kwargs, Thing
 from ..._torch.modes import without_modes
 from ..._torch.operators import OpOverload, calls_higher_order
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
-from ..._torch.tensors import has_memory, is_ordinary, storage_id
+from ..._torch.tensors import has_memory, storage_id
 from ...aten import operators
 from ...aten.collectives import COLLECTIVES, called, refusal
 from ...aten.operators import NO_TENSORS, Meaning
@@ -26,6 +26,7 @@ from ...capture.dispatch import OperatorWatch
 from ...capture.effects import ANYONE, Effect, Starts
 from ...capture.exports import REMEDY
 from ...capture.host_numbers import CHECKS
+from ...capture.notes import Note
 from ...capture.python_events import pause_profiling
 from ...capture.recording import Made, Program, memory_of
 from ...capture.value_checks import Check
@@ -46,7 +47,7 @@ from .collectives import Exchange, UnderWay, made_by, stand_in
 from .out_variants import tried, variant_of
 from .program import NOTHING, TapeProgram, read_state
 from .raising import may_raise
-from .steps import Operand, Place, Step, described
+from .steps import Operand, Place, Step
 
 __all__ = ["Tape"]
 
@@ -104,21 +105,20 @@ class Tape(OperatorWatch):
         super().meet(generator)
         self._generator_states.append((generator, generator.get_state()))
 
-    def _see(self, m: Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    def _see(self, m: Meaning, args: Args, kwargs: Kwargs, note: Note) -> None:
         """Where a call says on which device it works, is seen before an operator has drawn random numbers there."""
-        tensors = super()._see(m, args, kwargs)
+        super()._see(m, args, kwargs, note)
         if self._lent_by_others:
-            self._see_arrays(m, args, kwargs, tensors)
+            self._see_arrays(m, args, kwargs, note.keys)
         if kwargs and (named := kwargs.get("device")) is not None:
             self._stays_here(m, torch.device(named))
-        for t in tensors:
+        for t in note.tensors:
             if not t.is_cpu:
                 self._stays_here(m, t.device)
-        return tensors
 
-    def _see_arrays(self, m: Meaning, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]) -> None:
+    def _see_arrays(self, m: Meaning, args: Args, kwargs: Kwargs, keys: Iterable[int]) -> None:
         """A replay has what an array held when a tensor was made of it, and has no array."""
-        for key in {*map(storage_id, tensors)} & self._lent_by_others.keys():
+        for key in {*keys} & self._lent_by_others.keys():
             address, nbytes, before = self._lent_by_others[key]
             if ctypes.string_at(address, nbytes) != before:
                 raise Refusal(f"{source_of(m.name)} reads a tensor on the memory of an array that was written since",
@@ -145,33 +145,34 @@ class Tape(OperatorWatch):
             refusal.device = device
             raise refusal
 
-    def perform(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs) -> Thing:
+    def perform(self, func: OpOverload, m: Meaning, args: Args, kwargs: Kwargs, note: Note | None = None) -> Thing:
         if m.communicates:
             return self._exchange(func, m, args, kwargs)
         if m.constant:
             return self._constant(operators.constant(m, args[0]))
         if m.metadata_only:
             return func(*args, **kwargs)
+        note = note or Note(args, kwargs, self.known)
         if may_raise(m.name, args) or kwargs.get("rounding_mode") is not None:
             self._may_raise(source_of(m.name), operators.written_by(m, args, kwargs))
         reads_only = m.plain and m.compiled  # then its arguments are afterwards what they were
-        noted: tuple[Args, Kwargs] = (), {}
+        places: list[Place] = []
         if not reads_only:
             self._save(operators.written_by(m, args, kwargs))
-            noted = self._note(args), self._note(kwargs)
+            places = self._lying(note)
         states = {g: g.get_state() for g, _ in self._generator_states} if m.random else {}
         self.drew = self.drew or m.random or not m.compiled  # Python code of others may draw without saying so
         if m.others:
-            for place in changed(self._before):
-                raise Refusal(f"{source_of(m.name)}, which may be code that asks for it, is called while {place} is another "
-                              "than before the call", "change it before the call")  # fmt: skip
-            self._same = self.position() + 1
-        casts = self.casts.within(m)
-        self.repeated = not m.compiled
-        try:
-            out = self.casts.called(m, casts, func, args, kwargs)
-        finally:
-            self.repeated = False
+            self._calls_others(m)
+        casts = () if m.usual else self.casts.within(m)
+        if m.usual:
+            out = func(*args, **kwargs)
+        else:
+            self.repeated = not m.compiled
+            try:
+                out = self.casts.called(m, casts, func, args, kwargs)
+            finally:
+                self.repeated = False
         results = [out] if type(out) is torch.Tensor else operators.tensors_in(out, [])
         if m.reads_host and not results:
             return out  # it has read what holds the same in each replay
@@ -185,23 +186,43 @@ class Tape(OperatorWatch):
             is_made = set(map(identity, made))
             fresh = [identity(t) in is_made and storage_id(t) not in self.known for t in results]
         else:
-            fresh = [storage_id(t) not in self.known for t in results]
+            fresh = [t.untyped_storage()._cdata not in self.known for t in results]
+        any_fresh = True in fresh
         if reads_only:
-            if results and not any(fresh):
+            if results and not any_fresh:
                 return out  # views
-            noted = self._note(args), self._note(kwargs)
+            places = self._lying(note)
         if identity(func) in NOTHING and fills_memory():
             return self._constant(out)
         operands = [self._new(t) if new else None for t, new in zip(results, fresh, strict=True)]
         variant = None
         infers = m.calls and torch.is_inference_mode_enabled() and _any_trained(args, kwargs)
-        if results and not infers and all(fresh) and (found := variant_of(func, len(results))) is not None:
-            known = identity(func), *described(*noted, operands)
+        if results and not infers and False not in fresh and (found := variant_of(func, len(results))) is not None:
+            known = identity(func), *note.form(*[o.kind for o in operands if o is not None])
             variant = tried(found, known, args, kwargs, results, states)
-        works = bool(m.writes or m.writes_named or any(fresh) or not results)
+        works = bool(m.writes or m.writes_named or any_fresh or not results)
         if works and not m.name.startswith("profiler::"):
-            self._steps.append(Step(func, *noted, operands, variant, casts, infers=infers))
+            step = Step(func, note.args, note.kwargs, operands, variant, casts, infers=infers, places=places)
+            self._steps.append(step)
         return out
+
+    def _calls_others(self, m: Meaning) -> None:
+        for place in changed(self._before):
+            raise Refusal(f"{source_of(m.name)}, which may be code that asks for it, is called while {place} is another "
+                          "than before the call", "change it before the call")  # fmt: skip
+        self._same = self.position() + 1
+
+    def _lying(self, note: Note) -> list[Place]:
+        """Where the tensors lie that have a look in this note, in order."""
+        places, looked_at = self._places, zip(note.tensors, note.keys, note.looks, strict=True)
+        return [places.get(key) or self._place_of(t, key) for t, key, look in looked_at if look]
+
+    def _place_of(self, t: torch.Tensor, key: int) -> Place:
+        # Not kept alive: a recording whose tensors outside are gone is never played (`guards.py`).
+        storage, own = t.untyped_storage(), key in self.gathered
+        at = self._arena.take(storage.nbytes()) if own else storage.data_ptr()
+        place = self._places[key] = Place(at, storage.nbytes(), planned=own)
+        return place
 
     def position(self) -> int:
         return len(self._top) + len(self._cuts)  # each of which counts as a step
@@ -447,19 +468,10 @@ class Tape(OperatorWatch):
         if type(value) in NO_TENSORS:
             return value
         if isinstance(value, torch.Tensor):
-            ordinary = value.is_cpu and is_ordinary(value)
-            place = self._places.get(value.untyped_storage()._cdata) if ordinary else None
-            if place is None:
-                if not has_memory(value):
-                    return value  # it is the same at each replay
-                key = storage_id(value)
-                place = self._places.get(key)
-            if place is None:
-                # Not kept alive: a recording whose tensors outside are gone is never played (`guards.py`).
-                storage, own = value.untyped_storage(), key in self.gathered
-                at = self._arena.take(storage.nbytes()) if own else storage.data_ptr()
-                place = self._places[key] = Place(at, storage.nbytes(), planned=own)
-            return Operand(place, value)
+            if not has_memory(value):
+                return value  # it is the same at each replay
+            key = storage_id(value)
+            return Operand(self._places.get(key) or self._place_of(value, key), value)
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._note, value))
         if isinstance(value, dict):

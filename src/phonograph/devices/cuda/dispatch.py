@@ -46,6 +46,7 @@ from ...capture.breaks import Break
 from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
 from ...capture.exports import warps_stream
+from ...capture.notes import Note
 from ...capture.recording import memory_of
 from ...capture.value_checks import Check, validates
 from ...distributed import agreement, nccl
@@ -157,20 +158,19 @@ class CudaWatch(DrawsWatch):
         """What has to be done for the dropout of cuDNN's."""
         return None if self._buffer is None else cuda_dropout.Dropout(self._buffer, copied=not self.cuts)
 
-    def _see(self, m: Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    def _see(self, m: Meaning, args: Args, kwargs: Kwargs, note: Note) -> None:
         if m.random and cuda_dropout.begins_anew(m.name, args, sys._getframe(1)):
             self.begins_dropout = True
             raise Unseen(f"{source_of(m.name)} draws a seed for {cuda_dropout.BUFFER}",
                          "seed outside, and not before each call", final=False)  # fmt: skip
         if (buffer := cuda_dropout.buffer_of(m.name, args)) is not None:
             self._see_buffer(m, args, buffer)
-        tensors = super()._see(m, args, kwargs)
+        super()._see(m, args, kwargs, note)
         if raw_stream(self.device.index) != self._stream and not m.metadata_only:
             self._look_at_stream()
-        self._hosts = [t for t in tensors if t.is_cpu]
+        self._hosts = [t for t in note.tensors if t.is_cpu]
         if self._hosts or m.copies:
-            self._see_hosts(m, args, kwargs, len(self._hosts) < len(tensors))
-        return tensors
+            self._see_hosts(m, args, kwargs, len(self._hosts) < len(note.tensors))
 
     def _see_buffer(self, m: Meaning, args: Args, buffer: torch.Tensor) -> None:
         """Dropout of cuDNN's is drawn from memory that nothing leads to."""
@@ -295,7 +295,7 @@ class CudaWatch(DrawsWatch):
             return False
         sends = meaning(torch.ops.c10d.send.default)
         for message in batch:
-            self._see(sends, ([message.tensor],), {})
+            self._see(sends, ([message.tensor],), {}, Note(([message.tensor],), {}, self.known))
             self._is_here(sends.name, [message.tensor])
         self._may_communicate(sends.name, [group])
         self._groups[identity(group)] = device
@@ -417,7 +417,7 @@ class CudaWatch(DrawsWatch):
         self.answers.add(check, answer)
         return super().checks(check, answer)
 
-    def perform(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs) -> object:
+    def perform(self, func: Any, m: Meaning, args: Args, kwargs: Kwargs, note: Note | None = None) -> object:
         if _spoils_handle(m.name, args, kwargs):
             raise Refusal(f"{source_of(m.name)} waits for the GPU", f"do that outside the recorded function, {MARKED}")
         if self._status is not None:
