@@ -52,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 
 demo: $(call READY,demo)
-	$(RUN) -m phonograph demo $(ARGS)
+	$(RUN) examples/demo/demo.py $(ARGS)
 
 test: $(call READY,test loops pipelines)
 	$(RUN) -m pytest $(OPTIONS) $(if $(SLOW),,-m "not slow") $(ARGS)

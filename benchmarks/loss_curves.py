@@ -15,10 +15,12 @@ import os
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +29,11 @@ from torch import Tensor, nn
 
 import harness
 import phonograph as pg
-from phonograph.cli import digits, gpt
 from phonograph.cli.console import CannotRun
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "demo"))
+import digits
+import gpt
 
 CLAIM, STEPS = "loss_curves", 200
 LIVE, AGAIN, WHOLE, PAIR = "live", "live again", "whole step", "model and optimizer"

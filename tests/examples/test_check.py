@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from phonograph.cli import main
+from phonograph.cli import candidates, main
 from phonograph.cli.candidates import Candidate
 from phonograph.engine.findings import Findings
 
@@ -248,3 +248,109 @@ def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str], script: Any)
     assert "no function named nobody was seen at work; there were train_step" in capsys.readouterr().err
     assert main(["check", script("raise ValueError('mine')")]) == 2
     assert "ValueError: mine" in capsys.readouterr().err
+
+
+SERVING = """
+import torch
+from dataclasses import dataclass, field
+import phonograph as pg
+
+@dataclass
+class Request:
+    scale: float = 2.0
+    output: list = field(default_factory=list)
+
+class Engine:
+    def __init__(self):
+        self.pos, self.cache = 0, torch.zeros(64, 4)
+
+    @pg.record
+    @torch.inference_mode()
+    def step(self, x, {takes}):
+        self.cache[self.pos : self.pos + 1] = x
+        self.pos += 1
+        return self.cache[: self.pos].sum(0) * {scale}
+
+    def generate(self, request):
+        self.pos = 0
+        for _ in range(30):
+            request.output.append(self.step(torch.ones(4), {gives}).tolist())
+
+engine = Engine()
+for _ in range(6):
+    engine.generate(Request())
+"""
+
+
+@pytest.mark.parametrize(
+    ("takes", "gives", "scale", "code", "named"),
+    [
+        ("request", "request", "request.scale", "PG1401", "another length or structure of `request.output`"),
+        ("scale", "request.scale", "scale", "PG506", "self.pos (by which it goes on) changes"),
+    ],
+)
+def test_a_recorded_method_in_a_loop_of_its_class(
+    capsys: pytest.CaptureFixture[str], script: Any, takes: str, gives: str, scale: str, code: str, named: str
+) -> None:
+    """It is found in what calls it, and what keeps it from being replayed is named."""
+    text = SERVING.replace("{takes}", takes).replace("{gives}", gives).replace("{scale}", scale)
+    status, report = check(capsys, script(text))
+    (found,) = report["found"]
+    assert (status, found["name"], found["recorded"]) == (1, "Engine.step", True)
+    assert [(code, True)] == [(one["code"], named in one["reason"]) for one in found["obstacles"]]
+
+
+def test_what_is_called_too_seldom(capsys: pytest.CaptureFixture[str], script: Any) -> None:
+    """Something was seen, but not often enough for a check."""
+    assert main(["check", script(loop(STEP.format(logs=""), n=4)), "--fn", "train_step"]) == 2
+    assert "takes about ten calls more than there were of train_step (4 calls)" in capsys.readouterr().err
+
+
+def test_numpys_random_numbers_are_told(capsys: pytest.CaptureFixture[str], script: Any) -> None:
+    """Though NumPy draws where nobody hears it, and with all else in one run."""
+    step = STEP.format(logs=" * np.random.uniform()\n    print(loss.item())")
+    _, report = check(capsys, script("import numpy as np\n" + loop(step)))
+    assert [one["code"] for one in report["found"][0]["obstacles"]] == ["PG101", "PG301", "PG401"]
+    assert "np.random.uniform" in report["found"][0]["obstacles"][2]["source"]
+
+
+LIGHTNING = """
+import lightning as L, torch
+from torch.utils.data import DataLoader
+import phonograph as pg
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.loss = torch.nn.Linear(4, 1), torch.nn.MSELoss()
+
+    def forward(self, x):
+        return self.net(x)
+
+    {record}
+    def training_step(self, x, batch_idx):
+        return self.loss(self(x), x[:, :1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+fit = L.Trainer(max_epochs=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False).fit
+fit(Lit(), DataLoader(torch.randn(40, 4), 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "said"),
+    [("", "self.net", ""), ("@pg.record", "Lit.training_step", "call pg.record on the network in it")],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_of_lightning(
+    capsys: pytest.CaptureFixture[str], script: Any, record: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its network is what can be recorded; its step is found where the trainer calls it."""
+    pytest.importorskip("lightning")
+    monkeypatch.setattr(candidates, "_SHARE", 0.0)
+    status, report = check(capsys, script(LIGHTNING.replace("{record}", record)))
+    (found,) = report["found"]
+    assert (status, found["name"]) == (int(bool(said)), name)
+    assert all(said in one["remedy"] for one in found["obstacles"])

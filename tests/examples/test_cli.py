@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from phonograph import __version__
-from phonograph.cli import console, demo, doctor, gpt, main, tested
-from phonograph.cli.race import Outcome, race
+from phonograph.cli import doctor, main, tested
 from tests import forked
 
 
@@ -28,73 +27,6 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     status, out = run(capsys, *arguments, "--json")
     assert out.count("\n") == 1, "one JSON object and nothing else"
     return status, json.loads(out)
-
-
-def test_demo_trains_both_ways_and_finds_them_bitwise_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    status, report = run_json(capsys, "demo", "--device", "cpu", "--steps", "200")
-    (digits,) = report["training"]
-    assert status == 0
-    assert report["equal"]
-    assert digits["losses_equal"]
-    assert digits["weights_equal"]
-    assert digits["last_loss"] < digits["first_loss"] / 4
-    assert digits["test_accuracy"] > 0.8
-    assert digits["ratio"] > 0
-
-
-def test_demo_replays_and_a_new_learning_rate_records_nothing_new(capsys: pytest.CaptureFixture[str]) -> None:
-    _, report = run_json(capsys, "demo", "--device", "cpu", "--steps", "200")
-    (digits,) = report["training"]
-    assert digits["recordings"] == 1
-    assert digits["replays"] > 190
-    assert digits["refusals"] == {}
-
-
-def test_demo_says_so_and_exits_1_when_the_runs_differ(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Outcome, "losses_equal", property(lambda outcome: False))
-    status, out = run(capsys, "demo", "--device", "cpu", "--steps", "30")
-    assert status == 1
-    assert "LIVE AND RECORDED DIFFER" in out
-
-
-def test_race_finds_a_single_wrong_bit() -> None:
-    text = torch.arange(1000) % 256
-    jobs = [gpt.make_job(text, 1, seed=0), gpt.make_job(text, 1, seed=0)]
-    outcome = race(lambda: jobs.pop(), 1, torch.device("cpu"), block=1, advance=lambda steps: None)
-    assert outcome.losses_equal
-    assert outcome.weights_equal
-    weight = outcome.recorded.job.weights()[0]
-    with torch.no_grad():
-        weight.view(torch.int32)[0, 0] ^= 1
-    assert not outcome.weights_equal
-
-
-def test_demo_ends_in_time_and_compares_what_it_has_done(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "_SECONDS", 0.0)
-    status, report = run_json(capsys, "demo", "--device", "cpu")
-    (digits,) = report["training"]
-    assert status == 0
-    assert digits["steps"] == 25
-    assert digits["last_loss"] > 0
-
-
-@pytest.mark.parametrize("rich", [True, False])
-def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool) -> None:
-    monkeypatch.setattr(console, "HAVE_RICH", rich and console.HAVE_RICH)
-    status, out = run(capsys, "demo", "--device", "cpu", "--steps", "60")
-    assert status == 0
-    assert "live and recorded agree, bit for bit" in out
-    assert "steps/s" in out
-
-
-@pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
-def test_a_device_that_is_not_there_is_told_and_exits_2(capsys: pytest.CaptureFixture[str], device: str) -> None:
-    assert main(["demo", "--device", device]) == 2
-    assert device in capsys.readouterr().err
 
 
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,9 +82,6 @@ def test_without_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> No
         ("dcotor", "usage: phonograph [", "Did you mean 'doctor'?"),
         ("--versoin", "usage: phonograph [", "Did you mean '--version'?"),
         ("doctor --jsn", "usage: phonograph doctor", "Did you mean '--json'?"),
-        ("demo --qqq", "usage: phonograph demo", "unrecognized arguments: --qqq\n"),
-        ("demo --steps abc", "usage: phonograph demo", "must be a whole number, at least 1, not 'abc'"),
-        ("demo --steps 0", "usage: phonograph demo", "must be a whole number, at least 1, not '0'"),
     ],
 )
 def test_a_wrong_line_is_told(capsys: pytest.CaptureFixture[str], arguments: str, usage: str, said: str) -> None:
@@ -163,7 +92,6 @@ def test_a_wrong_line_is_told(capsys: pytest.CaptureFixture[str], arguments: str
     assert ended.value.code == 2
     assert error.startswith(usage)
     assert said in error
-    assert "_positive" not in error
 
 
 def test_doctor_records_on_every_device_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..values.pytree_nodes import Node
-from ..values.pytree_paths import path_to
+from ..values.pytree_paths import parting, path_to
 from ..values.wording import Naming
 from .signature import Call, setting_names
 
@@ -43,7 +43,7 @@ def told(key: Key, call: Call, naming: Naming) -> str:
     """How a call differs from one with that key: "`x` is float32[8, 3], and was float32[4, 3]"."""
     places = differing(key, call)
     if places is None:
-        return _of_structure(key[0], call.shape)
+        return _of_arguments(key[0], call.shape) or _of_structure(key[0], call.shape, naming)
     if places:
         i = places[0]
         more = f", and {len(places) - 1} more" if len(places) > 1 else ""
@@ -53,7 +53,7 @@ def told(key: Key, call: Call, naming: Naming) -> str:
     return _of_modes(key[3], call.key[3])
 
 
-def _of_structure(was: Node | None, now: Node | None) -> str:
+def _of_arguments(was: Node | None, now: Node | None) -> str:
     """(Positional arguments and those by name are the two children of the whole.)"""
     if was is not None and now is not None:
         (some, named), (some_now, named_now) = was.children, now.children
@@ -63,7 +63,23 @@ def _of_structure(was: Node | None, now: Node | None) -> str:
                 return f"it {way} `{only[0]}` by name"
         if some is not None and some_now is not None and len(some.children) != len(some_now.children):
             return f"it is given {len(some_now.children)} positional arguments, and was given {len(some.children)}"
-    return "its arguments have another structure"
+    return ""
+
+
+def _of_structure(was: Node | None, now: Node | None, naming: Naming) -> str:
+    """What of the arguments has another structure: "`request.output` has 6 items, and had 5"."""
+    way, one, other = parting(was, now)
+    if len(way) <= 1:  # all arguments by place, or by name
+        return "its arguments have another structure"
+    if one is None or other is None or one.kind is not other.kind:
+        return f"`{naming(way)}` is {_kind(other)}, and was {_kind(one)}"
+    if len(one.children) != len(other.children):
+        return f"`{naming(way)}` has {len(other.children)} items, and had {len(one.children)}"
+    return f"`{naming(way)}` has other keys or attributes"
+
+
+def _kind(node: Node | None) -> str:
+    return "a single value" if node is None else f"a {node.kind.__name__}"
 
 
 def _of_leaf(was: Any, now: Any) -> str:

@@ -20,7 +20,7 @@ from phonograph.cli import without_torch
 from phonograph.cli.console import CannotRun
 from phonograph.version import __version__
 
-_COMMANDS = ("check", "demo", "doctor", "reasons", "report", "trace")
+_COMMANDS = ("check", "doctor", "reasons", "report", "trace")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
+import itertools
 import os
 import sys
 import time
@@ -29,6 +31,7 @@ from phonograph.cli.patches import Place
 from phonograph.engine.check import Checking
 from phonograph.engine.findings import Findings
 from phonograph.engine.recorded import Recorded
+from phonograph.guards.unwatchable import in_trainer
 from phonograph.python.origin import is_ours, is_users
 
 __all__ = ["Candidate", "Enough", "Search", "plainly"]
@@ -147,9 +150,17 @@ class Search:
             one.undo()
 
     def found(self) -> list[Candidate]:
-        """What was checked, but for what has no operators, and what runs in another of these."""
-        outermost = [one for key, one in self._checked.items() if self._timed[key].within.isdisjoint(self._checked)]
-        return [one for one in outermost if one.findings.operators or one.findings.obstacles]
+        """What was checked, but for what has no operators, and what runs in another of these. What the script records stays,
+        unless that runs in something else that it records."""
+        told = {key: one for key, one in self._checked.items() if one.findings.operators or one.findings.obstacles}
+        recorded = {key: one for key, one in told.items() if one.recorded}
+        among = {key: recorded if one.recorded else told for key, one in told.items()}
+        return [one for key, one in told.items() if self._timed[key].within.isdisjoint(among[key])]
+
+    def unfinished(self) -> list[str]:
+        """What was chosen, and was then called too seldom to be looked at."""
+        return [f"{one.checking.name} ({self._timed[key].calls + one.checking.calls} calls)"
+                for key, one in self._checked.items() if not one.checking.looked]  # fmt: skip
 
     # -- what is called
 
@@ -196,22 +207,23 @@ class Search:
         caller, code = frame.f_back, frame.f_code
         if code is _CALL:
             module = frame.f_locals["self"]
-            while caller is not None and not is_users(caller.f_code.co_filename) and caller.f_code is not _CALL:
+            while caller is not None and not is_users(caller.f_code.co_filename) and not _is_whole(caller):
                 caller = caller.f_back
-            if caller is None or caller.f_code is _CALL:
-                return None  # a part of another
+            if caller is None or _is_whole(caller) or not _is_whole(frame):
+                return None  # a part of another, or nothing that is recorded
             name = _name_of(module, caller)
             place = Place(caller.f_code.co_filename, name=name)
             return id(module), name, lambda: _of_module(module, name, place)
         caller = _past_decorators(frame)
-        if caller is None or not is_users(caller.f_code.co_filename):
+        recorded = _recorded(frame)
+        if (caller is None or not is_users(caller.f_code.co_filename)) and not _is_plainly(recorded, code):
             return None  # called by a library: a hook, an item of a data set, the forward of a module
         if code.co_filename.startswith(self._folder):
             name = getattr(code, "co_qualname", code.co_name)
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             return (code, id(owner) if _is_method(owner, code) else 0), name, lambda: _of_function(code, owner)
         optimizer = next(iter(frame.f_locals.get("args", ())), None)
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if caller is None or not isinstance(optimizer, torch.optim.Optimizer):
             return None
         name = _name_of(optimizer, caller)
         place = Place(caller.f_code.co_filename, name=name, attribute="step")
@@ -307,6 +319,21 @@ def _recorded(frame: FrameType) -> Recorded[..., Any] | None:
     return None
 
 
+def _is_plainly(recorded: Recorded[..., Any] | None, code: CodeType) -> bool:
+    """Whether this is the code of a recorded function, decorators left aside."""
+    return recorded is not None and getattr(inspect.unwrap(recorded.__wrapped__), "__code__", None) is code
+
+
+def _is_whole(frame: FrameType) -> bool:
+    """Whether a module is called there that may be worth a recording. One without parameters and buffers (a metric, a loss)
+    is hardly any work. A LightningModule refers to its trainer: a network in it can be recorded."""
+    if frame.f_code is not _CALL:
+        return False
+    module = frame.f_locals["self"]
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next(tensors, None) is not None and not in_trainer([module])
+
+
 def _past_decorators(frame: FrameType) -> FrameType | None:
     """Who has called the function that runs there. A decorator of a library's (`torch.no_grad()`) has it in a closure."""
     caller, inner = frame.f_back, frame
@@ -397,8 +424,10 @@ def _calling(name: str, code: CodeType) -> CodeType:
 
 
 def _is_method(owner: object, code: CodeType) -> bool:
-    """Whether this object has a method with this code."""
-    return any(getattr(getattr(x, "__func__", x), "__code__", None) is code for x in [getattr(type(owner), code.co_name, None)])
+    """Whether this object has a method with this code, decorated or recorded or not."""
+    method = getattr(type(owner), code.co_name, None)
+    function = getattr(method, "__func__", method)
+    return callable(function) and getattr(inspect.unwrap(function), "__code__", None) is code
 
 
 def _name_of(thing: object, frame: FrameType) -> str:

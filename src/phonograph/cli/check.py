@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         failed = _run(script, arguments.rest, search)
     found = search.found()
     if not found and not failed:
-        raise CannotRun(f"{script} was run, and {_nothing(arguments.fn, list(search.others))}")
+        raise CannotRun(f"{script} was run, and {_nothing(arguments.fn, search)}")
     status = 2 if failed or not found else max(one.findings.status for one in found)
     if arguments.json:
         print(json.dumps(_as_json(script, found, status)))
@@ -56,7 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _nothing(wanted: str | None, others: Sequence[str]) -> str:
+def _nothing(wanted: str | None, search: Search) -> str:
+    seldom, others = search.unfinished(), list(search.others)
+    if seldom:
+        return f"a check takes about ten calls more than there were of {', '.join(seldom)}: let it run for more steps"
     if wanted is None:
         return "no function, module or optimizer that repeats was seen at work"
     there = f"; there were {', '.join(others[:_SHOWN])}" if others else ""

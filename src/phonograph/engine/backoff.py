@@ -15,6 +15,7 @@ from ..call.signature import Call
 from ..devices.segments import Diverged
 from ..errors import Refusal, Unseen
 from ..guards.followed_numbers import Following
+from ..guards.hyperparameters import GOES_ON
 from ..guards.reachable import Reach
 from ..options import Options
 from ..python.identity import identity
@@ -46,8 +47,12 @@ EVER_NEW = "nearly every call has a new signature"
 FEW_SHAPES = "pad to a few shapes, or raise max_recordings"
 _STEADY = "zero_grad(set_to_none=False) where they are made, or pg.record the model that makes them: then they stay in place"
 _VARIES = (
-    "pass it as an argument, or keep it out of the recorded function; a number is best kept in a tensor (t.fill_(n)), and a "
-    "tensor in its place (t.copy_(new), and not t.data = new)"
+    "keep a number in a tensor, t.fill_(n), and a tensor in its place, t.copy_(new); or pass it as an argument; or keep it out "
+    "of the recorded function"
+)
+_BRANCHES = (
+    "keep it in a tensor that add_() or fill_() writes, and use that: x.index_copy_(0, n, new), a mask; or pass what depends "
+    "on it as an argument; or keep it out of the recorded function"
 )
 
 
@@ -162,10 +167,11 @@ class Backoff:
             return self.wait(history, before)
         # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
         self._shelf.drop(call.key, lambda player: player.played <= 1)
-        what = f"{name} changes from call to call"
+        refusal = _fickle(name, change.where)
         if 2 * change.times < CHANGES:  # that alone would be no reason
             what = f"values that it relies on have changed {changes} times in quick succession, {name} the last"
-        return self.wait(history, Refusal(what, _STEADY if name == GRAD else _VARIES, change.where))
+            refusal = Refusal(what, _STEADY if name == GRAD else _VARIES, change.where)
+        return self.wait(history, refusal)
 
     def pays_for(self, call: Call, history: History, broken: str | None) -> Refusal | None:
         """Why there is to be no attempt now: those before it have cost too much for what came of them."""
@@ -176,8 +182,8 @@ class Backoff:
             refusal = before.but()
         elif broken is not None:
             where = self._changes[broken].where if broken in self._changes else ""
-            refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
-        elif history.attempts.learning and history.capture.why is not None:
+            refusal = _fickle(broken, where)
+        elif history.capture.why is not None:
             refusal = history.capture.why.plain()
         elif self.budget.why is not None:
             refusal = self.budget.why.but()
@@ -288,6 +294,10 @@ class Backoff:
 
     # -- for the observers
 
+    def changing(self) -> list[Refusal]:
+        """What has changed, as it is refused where that goes on. Gradients that lie elsewhere come back to where they were."""
+        return [_fickle(name, change.where) for name, change in self._changes.items() if name != GRAD]
+
     def place_of(self, change: str) -> str:
         """Where that is read which has changed; "" if it is not known."""
         return str(self._changes.get(change, ""))
@@ -301,6 +311,12 @@ class Backoff:
             yield (f"recorded anew {self.displaced}x: what is held of other results, or of gradients, lay where its recordings "
                    "work; drop it, or keep a clone, before the next call")  # fmt: skip
         yield from [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
+
+
+def _fickle(name: str, where: str) -> Refusal:
+    """The refusal of calls that rely on something of this name, which changes."""
+    decides = name.endswith(GOES_ON)
+    return Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else _BRANCHES if decides else _VARIES, where)
 
 
 def _that_is_over(history: History) -> Refusal | None:

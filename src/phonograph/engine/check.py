@@ -22,6 +22,7 @@ from .._torch import modules as torch_modules
 from ..call.differences import differing
 from ..call.signature import Call
 from ..errors import Refusal, RunsLive
+from ..guards.unwatchable import NETWORK, in_trainer
 from ..options import Options
 from ..values.keys import NoSignature
 from ..values.pytree_paths import path_to
@@ -63,7 +64,8 @@ class _Trial:
 
     @property
     def done(self) -> bool:
-        return bool(self.recorded.refusals) or self.tried >= _TRIES or len(self.replays) >= _TIMED
+        tries = 2 * _TRIES if self.recorded.changing else _TRIES  # what has changed once may be steady from then on
+        return bool(self.recorded.refusals) or self.tried >= tries or len(self.replays) >= _TIMED
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         before = self.recorded.stats()
@@ -98,6 +100,7 @@ class Checking:
         if isinstance(function, Recorded):
             self.like(function.options)
             function = function.__wrapped__
+        self._owner = getattr(function, "__self__", function)
         self._function = torch_modules.own_call(function) if isinstance(function, torch.nn.Module) else function
         own = type(function).__qualname__
         self.name = name or str(getattr(function, "__qualname__", own))
@@ -116,6 +119,11 @@ class Checking:
         if not options.shapes and options.steps is None:
             cuts = options.fallback == "split"
             self._options = replace(options, fallback="split" if cuts else "live", verify=0, audit=0)
+
+    @property
+    def looked(self) -> bool:
+        """Whether there were calls enough for a look at one."""
+        return self._steps.look is not None
 
     @property
     def done(self) -> bool:
@@ -168,12 +176,14 @@ class Checking:
     def findings(self) -> Findings:
         """All that was found so far. Frees what was recorded."""
         look, whole, cut = self._steps.look or Look(), self._steps.whole, self._steps.cut
-        refusals = [] if whole is None else whole.recorded.refusals
         replays = [] if whole is None else whole.replays
+        refusals = [] if whole is None else whole.recorded.refusals or ([] if replays else whole.recorded.changing)
         made = whole is not None and whole.recorded.stats().recorded > 0 and not refusals
         records = made and (bool(replays) or not look.seen)  # calls may take turns: of these only some were recorded
         obstacles = [] if records else [*_obstacles(look, refusals)]
         obstacles += self._differs.obstacles(played=bool(replays))
+        if in_trainer([self._owner] if isinstance(self._owner, torch.nn.Module) else ()):
+            obstacles = [replace(one, remedy=NETWORK) for one in obstacles]
         for trial in (whole, cut):
             if trial is not None:
                 trial.recorded.reset()
@@ -259,9 +269,7 @@ class _Differs:
     def _compare(self, at: tuple[int, object], last: Call, call: Call) -> None:
         named = self._describer.named()
         i = next(iter(differing(last.key, call) or ()), None)
-        how = f"another structure of `{named(at)}`"
-        if i is not None:
-            how = difference(last.key, call, lambda path: named((*at, *path[2:])))
+        how = difference(last.key, call, lambda path: named((*at, *path[2:])))
         if numbers_that_differ(last.key, call):
             if i is not None and type(call.leaves[i]) is float:
                 return  # it is followed, mostly

@@ -10,6 +10,7 @@ from ..capture.effects import SCHEDULER
 from ..errors import Refusal
 from ..guards.reachable import Reach
 from ..guards.snapshot import Setting, Snapshot
+from ..guards.unwatchable import NETWORK, in_trainer
 from ..python.bytecode import set_at
 from ..python.origin import is_users
 from ..python.places import place
@@ -69,9 +70,12 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
         following = request.terms.following
         why = following.why.get(changes[0], "") if following is not None else ""
         outlives = f"{_OUTLIVES}; it is not followed, because it {why}" if why else _OUTLIVES
+        if in_trainer(request.reach.modules):
+            changes, outlives = changes[:1], NETWORK
         changes, remedy = (steps, SCHEDULER.remedy) if steps else (changes, outlives)
         where = _where_set(changes[0], request.reach, evidence.behaviour.code)
-        raise Refusal(f"changes {', '.join(changes[:3])}, which outlives the call", remedy, where, final=False)
+        others = f" (and {', '.join(changes[1:3])})" if changes[1:] else ""
+        raise Refusal(f"changes {changes[0]}{others}, which outlives the call", remedy, where, final=False)
     return Verdict(relied, tuple(settings))
 
 

@@ -22,6 +22,7 @@ from ..state.reentrancy import Nested
 from ..values.keys import NoSignature
 from .contained import Contained
 from .describer import Describer
+from .transaction import host_draws_noted
 
 __all__ = ["Look", "look_at"]
 
@@ -60,6 +61,11 @@ def look_at(
         call, reach, device = _UNKNOWN, Reach([("the function", function), *given]), _device_in(args, kwargs)
     watch = LookingWatch(device, reach, call)
     watch.outermost = sys._getframe().f_code
+
+    def drawn(refusal: Refusal) -> None:
+        if not any(one.refusal.reason.startswith("draws random numbers on the host") for one in watch.seen.values()):
+            watch.seen[refusal.reason] = Seen(refusal, None, watch.operators)  # which knows its place
+
     outer = {identity(x) for x in reach.met}
     reads = _ON_CPU if device.type == "cpu" else _ON_GPU
     try:
@@ -69,6 +75,7 @@ def look_at(
             host_reads_refused(watch, *reads),
             one_hot_checked(watch),
             watching_python(outer, watch.frames(), reach.caching, _nothing, watch, LookingListener),
+            host_draws_noted(reach, drawn),
         ):
             result = function(*args, **kwargs)
     finally:

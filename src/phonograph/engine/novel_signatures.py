@@ -14,7 +14,7 @@ from ..guards.followed_numbers import Following
 from ..python.origin import users_line
 from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
-from ..values.pytree_paths import path_to
+from ..values.pytree_paths import parting, path_to
 from ..values.wording import Naming
 
 __all__ = ["Novelty", "difference", "ever_new", "numbers_that_differ"]
@@ -80,11 +80,17 @@ class Novelty:
         )
 
 
+_AS_TENSOR = (
+    "pass numbers as tensors, torch.tensor(n), and leave out what is only printed; or pass a bool, where it decides a branch"
+)
+_PAD = "pad it to a few shapes: pg.record(f, shapes={...})"
+_ONLY = "pass only what the function reads of it"
+
+
 def ever_new(differs: str, where: str = "") -> Refusal:
     """Why calls run live that each differ so from the one before."""
-    remedy = ("leave out what is only printed; pass numbers that are computed with as tensors, and one that only decides a "
-              "branch as that decision, a bool; pad tensors to a few shapes (shapes=)")  # fmt: skip
-    return Refusal(f"is called with {differs} nearly each time", remedy, where)
+    value, shape = differs.startswith("another value"), differs.startswith("another shape")
+    return Refusal(f"is called with {differs} nearly each time", _AS_TENSOR if value else _PAD if shape else _ONLY, where)
 
 
 def difference(key: Key, call: Call, naming: Callable[[Sequence[Any]], str]) -> str:
@@ -92,7 +98,8 @@ def difference(key: Key, call: Call, naming: Callable[[Sequence[Any]], str]) -> 
     for i in differing(key, call) or ():
         kind = "shape or kind" if isinstance(call.leaves[i], torch.Tensor) else "value"
         return f"another {kind} of `{naming(path_to(call.shape, i))}`"
-    return "arguments of another structure"
+    way, *_ = parting(key[0], call.shape)
+    return f"another length or structure of `{naming(way)}`" if len(way) > 1 else "arguments of another structure"
 
 
 def numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, int]]:

@@ -119,6 +119,11 @@ class Parts(Binding, Observed):
         return [*self._report.reasons.values()]
 
     @property
+    def changing(self) -> list[Refusal]:
+        """What recordings rely on and has changed."""
+        return self._backoff.changing()
+
+    @property
     def _backwards(self) -> list[Parts]:
         """The recorded backwards of its results."""
         return list(self._maker.backwards)

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from ..python.putting_back import put_back
 from ..slots.gradients import Grads
 from ..state.rng import put
 
-__all__ = ["transaction"]
+__all__ = ["host_draws_noted", "transaction"]
 
 
 @contextmanager
@@ -40,7 +40,10 @@ def transaction(reach: Reach, grads: Grads, device: torch.device) -> Iterator[Sn
     torch.clear_autocast_cache()
     try:
         yield snapshot
-        host.restore(changed="draws random numbers on the host (random or numpy.random)", where=_draws_at(reach))
+        drawn_on_host = host.used()
+        host.restore()
+        if drawn_on_host:
+            raise _drawn_on_host(reach)
         if device.type != "cpu":
             drawn.refuse("cpu")
     except BaseException:
@@ -54,38 +57,56 @@ def transaction(reach: Reach, grads: Grads, device: torch.device) -> Iterator[Sn
 class _HostRandom:
     """The states of Python's and NumPy's random generators before a capture. Most draws from Python's are heard and refused
     before they happen; here is what draws, or seeds, unheard. NumPy's are moved on first: code that seeds and then draws leaves
-    the state that it has left in the call before."""
+    the state that it has left in the call before. (Not so where the draws are `wanted`.)"""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, *, wanted: bool = False) -> None:
         self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]
         numpy: object = sys.modules.get("numpy.random")
         legacy = [r for r in reach.host_rngs if hasattr(r, "get_state")] + ([numpy] if numpy is not None else [])
         self._legacy = [(r, r.get_state(legacy=False)) for r in legacy]
         bits: list[Foreign] = [getattr(r, "bit_generator", r) for r in reach.host_rngs]
         self._bits = [(b, b.state) for b in bits if hasattr(b, "random_raw")]
-        for r, _ in self._legacy:
+        for r, _ in self._legacy if not wanted else ():
             r.bytes(1)
-        for b, _ in self._bits:
+        for b, _ in self._bits if not wanted else ():
             b.random_raw()
         self._moved = self._numpys()
 
     def _numpys(self) -> list[torch.Tensor]:
         return [r.get_state(legacy=False) for r, _ in self._legacy] + [b.state for b, _ in self._bits]
 
-    def restore(self, changed: str | None = None, where: str = "") -> None:
-        """Put back the states that have moved on; with `changed`, raise that as a refusal."""
-        alone = threading.active_count() == 1  # if not, another thread has drawn from Python's
-        python = [(r, state) for r, state in self._python if alone and r.getstate() != state]
-        used = bool(python) or not all(map(_same_state, self._numpys(), self._moved))
-        for r, state in python:
+    def used(self) -> bool:
+        """Whether some have moved on."""
+        return bool(self._pythons()) or not all(map(_same_state, self._numpys(), self._moved))
+
+    def _pythons(self) -> list[tuple[random.Random, Thing]]:
+        """Those of Python's that have, unless another thread may have drawn from them."""
+        alone = threading.active_count() == 1
+        return [(r, state) for r, state in self._python if alone and r.getstate() != state]
+
+    def restore(self) -> None:
+        """Put back the states that have moved on."""
+        for r, state in self._pythons():
             r.setstate(state)
         for r, state in self._legacy:
             r.set_state(state)
         for b, state in self._bits:
             b.state = state
-        if changed and used:
-            raise Refusal(changed, "draw them outside and pass them as arguments, or use torch's generators", where,
-                          final=False)  # fmt: skip
+
+
+@contextmanager
+def host_draws_noted(reach: Reach, note: Callable[[Refusal], object]) -> Iterator[None]:
+    """Note if the block has drawn from Python's or NumPy's generators, and let it."""
+    host = _HostRandom(reach, wanted=True)
+    yield
+    if host.used():
+        note(_drawn_on_host(reach))
+
+
+def _drawn_on_host(reach: Reach) -> Refusal:
+    return Refusal("draws random numbers on the host (random or numpy.random)",
+                   "draw it outside and pass it as an argument, or use torch's generators", _draws_at(reach),
+                   final=False)  # fmt: skip
 
 
 class _Stood(NamedTuple):

@@ -8,7 +8,7 @@ from .keys import NoSignature
 from .object_layout import layout_of, parts_of
 from .pytree_nodes import DICTS, Back, Field, Key, Made, Node, Opened, divided, is_dataclass, is_tensor, key_of, leaf_count
 
-__all__ = ["inside", "kinds", "labels", "path_to", "tensors_apart", "unhashable"]
+__all__ = ["inside", "kinds", "labels", "parting", "path_to", "tensors_apart", "unhashable"]
 
 
 def kinds(node: Node | None) -> Iterator[type]:
@@ -27,6 +27,17 @@ def path_to(node: Node | None, at: int) -> list[object]:
             return [step, *path_to(child, at)]
         at -= size
     return []
+
+
+def parting(was: Node | None, now: Node | None) -> tuple[list[object], Node | None, Node | None]:
+    """The way to the first place where two trees differ in shape, and what each has there."""
+    if was is None or now is None or was[:2] != now[:2] or len(was.children) != len(now.children):
+        return [], was, now
+    for step, one, other in zip(_steps(now), was.children, now.children, strict=True):
+        if one != other:
+            way, one, other = parting(one, other)
+            return [step, *way], one, other
+    return [], was, now
 
 
 def unhashable(node: Node | None) -> list[object] | None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phonograph.cli.console import CannotRun
-from phonograph.cli.race import Batch, Job
+from race import Batch, Job
 
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 256, 4, 4, 128, 16
 

@@ -10,33 +10,34 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+import digits
+import gpt
 import phonograph as pg
-from phonograph.cli import digits, gpt, machine
+from phonograph.cli import machine
 from phonograph.cli.console import CannotRun, table
-from phonograph.cli.race import Job, Outcome, race
 from phonograph.shapes.progress import progress
-
-HELP = "train a small real network live and recorded, and compare"
+from race import Job, Outcome, race
 
 _BLOCK = 25  # steps between two turns
 _SEED = 0
-_SECONDS = (
-    45.0  # for each job, where nobody has said how many steps: with imports and decoding two minutes, on a busy machine too
-)
+_SECONDS = 45.0  # for each job, where nobody has said how many steps: two minutes in all, on a busy machine too
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def parser() -> argparse.ArgumentParser:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
     parser.add_argument(
         "--steps", type=_positive, help="training steps of each run (default: 1000, the GPT's 400, or as many as 45 s give)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
 
 
 def _positive(text: str) -> int:
@@ -238,3 +239,17 @@ def _decoding_rows(decoding: Decoding) -> list[tuple[str, str]]:
         ("texts", "equal" if decoding.text_equal else "NOT EQUAL"),
         ("text", repr(decoding.text)),
     ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo and return its exit status; `argv` defaults to the process's arguments."""
+    arguments = parser().parse_args(argv)
+    try:
+        return run(arguments)
+    except CannotRun as reason:
+        print(f"demo: {reason}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phonograph.cli.console import CannotRun
-from phonograph.cli.race import Batch, Job
+from race import Batch, Job
 
 BATCH = 64
 TEST_IMAGES = 297  # the last ones are kept out of training
