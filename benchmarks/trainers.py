@@ -1,6 +1,6 @@
 """Whole steps of training on two ranks as people write them: as a plain function, and inside a trainer with a log file, a
-loader that is being iterated, loggers, threads, queues, timers, a process group, a mesh, checkpoints, metrics that grow, a bar and
-random numbers in its attributes.
+loader that is being iterated, loggers, threads, queues, timers, a process group, a mesh, checkpoints, metrics that grow, a bar
+and random numbers in its attributes.
 
     python benchmarks/trainers.py                   # needs two GPUs
     python benchmarks/trainers.py --device cpu      # with gloo, about three minutes
