@@ -43,7 +43,7 @@ from ..errors import Refusal
 from ..python.bytecode import hands_out, uses_of_float
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
-from ..python.unnamed_reads import HARMLESS, reads_any_of
+from ..python.unnamed_reads import is_harmless, reads_any_of
 from ..values.counters import Followed, Tally, said
 from ..values.formulas import Worked
 from ..values.numbers import base_of
@@ -487,7 +487,7 @@ def judged(
         goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
         if goes_by and any(name.startswith(asks) for name in code.co_names):
             dials.stray_all("is read where code asks for modes")
-        if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in HARMLESS:
+        if is_torchs(code.co_filename) or is_ours(code.co_filename) or is_harmless(code):
             continue
         if unseen := _unseen_by(code):
             dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))

@@ -16,7 +16,7 @@ from .._torch.dynamic import Thing
 from .bytecode import all_within, formats_any, looks_around, looks_around_itself
 from .introspection import functions_of
 
-__all__ = ["HARMLESS", "goes_through_objects", "reads_any_of"]
+__all__ = ["HARMLESS", "goes_through_objects", "is_harmless", "reads_any_of"]
 
 # Where all attributes of an object are read, or all its fields.
 _GOES_THROUGH = tuple(m.__file__ for m in (argparse, copy, copyreg, dataclasses, pickle))
@@ -28,6 +28,7 @@ HARMLESS = frozenset(file for name in (
     "warnings", "weakref", "_weakrefset",
     "numpy._core.fromnumeric", "numpy._core._methods", "numpy.core.fromnumeric", "numpy.core._methods")
     for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
+_WRITTEN_BY_DATACLASS = "__create_fn__.<locals>."
 _SEES_ATTRIBUTES = frozenset({"__getattribute__", "__getattr__", "__setattr__"})
 
 
@@ -35,6 +36,13 @@ def goes_through_objects(code: CodeType) -> bool:
     """Whether this is code of the standard library's that goes through all attributes of an object, whoever calls it."""
     of_inspect = code.co_filename == inspect.__file__ and code.co_name.lstrip("_").startswith(("getmembers", "getattr"))
     return of_inspect or (code.co_filename in _GOES_THROUGH and not any(code is one for one in _OF_CLASSES))
+
+
+def is_harmless(code: CodeType) -> bool:
+    """Whether this is code of the standard library's that learns nothing of a number: it hands it on, or asks of which class it
+    is only to find that it is no dataclass. (Before Python 3.11 code does not tell who has written it.)"""
+    written = code.co_filename == "<string>" and getattr(code, "co_qualname", "").startswith(_WRITTEN_BY_DATACLASS)
+    return written or code.co_filename in HARMLESS or code is dataclasses.is_dataclass.__code__
 
 
 def reads_any_of(ran: Iterable[tuple[CodeType, dict[str, object]]]) -> tuple[type, ...]:

@@ -1,6 +1,7 @@
 """C9: numbers that a call advances, and by which it goes on: each kind of call is one recording, and replays leave what the
 call would have left. What else is done with such a number makes it run live; nothing is ever stale."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -707,3 +708,28 @@ def test_c09_c15_a_tensor_that_is_ever_new_beside_a_decision_is_not_recorded_for
         x = ramp(device, 3)
         assert torch.equal(recorded(x), (x + thing.kept) * (2 - n % 2))
     assert pg.stats(recorded).recorded <= 30, reasons(recorded)
+
+
+@dataclasses.dataclass
+class Scale:
+    by: float
+
+
+class AsksForDataclasses:
+    """As what goes through its arguments does, `fully_shard` for one."""
+
+    def __init__(self, device, of_the_count):
+        self.n, self.scale, self.of_the_count = 0, Scale(2.0), of_the_count
+
+    def update(self, x):
+        self.n += 1
+        if dataclasses.is_dataclass(self.n if self.of_the_count else x) or self.scale == Scale(3.0):
+            return x
+        return x * self.scale.by
+
+
+@pytest.mark.skipif(not hasattr(inspect.currentframe().f_code, "co_qualname"), reason="code does not tell who has written it")
+@pytest.mark.parametrize("of_the_count", [False, True])
+def test_c09_a_count_is_followed_where_something_asks_for_dataclasses(device, of_the_count):
+    recorded = alongside(device, lambda device: AsksForDataclasses(device, of_the_count), keep="always")
+    assert counts(recorded) == (1, 1, 13), reasons(recorded)
