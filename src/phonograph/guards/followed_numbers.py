@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -40,11 +40,12 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import hands_out, uses_of_float, uses_of_int
+from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_type
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
+from ..python.rows import elements
 from ..python.unnamed_reads import HARMLESS, reads_any_of
-from ..values.counters import Followed, Tally, said
+from ..values.counters import Followed, Tally, are_rows, said
 from ..values.formulas import Worked
 from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
@@ -220,8 +221,12 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
             continue
         values = holder.read()
         for i, value in enumerate(values):
-            if base_of(type(value)) is not None and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
-                found.setdefault(spot.at, spot._replace(name=holder.label(i, values)))
+            row = type(value) is tuple and are_rows(value, value)
+            if (row or base_of(type(value)) is not None) and (spot := _spot(holder, i, values)) is not None:
+                name = holder.label(i, values)
+                places = elements(spot, value, name) if row else [spot._replace(name=name)]
+                if all(place.at in wanted for place in places):
+                    found = {place.at: place for place in places} | found
     for spot in found.values():
         spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
     return [*found.values()]
@@ -375,7 +380,8 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     for space, name, f in before:
         space[name] = instead[f]
     converters = _converters(dials)
-    converting = [(name, space) for name in converters for space in _converting(name, functions) if name not in space]
+    theirs = {id(space): space for space in _spaces(functions, [*reach.modules, *reach.optimizers])}
+    converting = [(name, space) for name in converters for space in _converting(name, theirs.values()) if name not in space]
     for name, space in converting:
         space[name] = converters[name]
     dials.converting = {(name, id(space)) for name, space in converting}
@@ -394,16 +400,28 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
         dials.reading = unread  # for the watch keeps the dials
 
 
-def _converting(name: str, functions: Iterable[FunctionType]) -> list[dict[str, Any]]:
-    """The global variables of modules in which `float`, or `int`, may be another function for a while: some of these functions
-    call it, and no code there asks whether it is the class."""
-    uses = _USES[name]
-    calling = {id(f.__globals__): f.__globals__ for f in functions if "calls" in uses(f.__code__)}
-    found = [space for space in calling.values() if not any("other" in uses(code) for code in _codes_of(space))]
+def _spaces(functions: Iterable[FunctionType], objects: Iterable[object]) -> Iterator[dict[str, Any]]:
+    """The global variables of these functions, and of the methods of these objects, but for torch's."""
+    yield from (f.__globals__ for f in functions)
+    for kind in {base for thing in objects for base in type(thing).__mro__}:
+        module = sys.modules.get(kind.__module__)
+        if type(module) is ModuleType and not is_torchs(getattr(module, "__file__", None) or ""):
+            yield vars(module)
+
+
+def _converting(name: str, spaces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of these global variables of modules, those in which `float`, `int` or `type` may be another function for a while: some
+    code there calls it, and none asks whether it is the class."""
+    uses = [(space, [*map(_USES[name], _codes_of(space))]) for space in spaces]
+    found = [
+        space
+        for space, all_uses in uses
+        if any("calls" in one for one in all_uses) and not any("other" in one for one in all_uses)
+    ]
     return [*map(vars, _CONVERTING), *found] if name == "float" else found
 
 
-_USES = {"float": uses_of_float, "int": uses_of_int}
+_USES = {"float": uses_of_float, "int": uses_of_int, "type": uses_of_type}
 
 
 def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
@@ -418,7 +436,7 @@ def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
 
 
 def _converters(dials: Dials) -> dict[str, Callable[..., Thing]]:
-    """What gives a number as a float, or as a whole one, followed as before: also that in a tensor."""
+    """What gives a number as a float, or as a whole one, followed as before, also that in a tensor; and its type."""
 
     def as_float(x: Thing = 0.0, /) -> Thing:
         if isinstance(x, torch.Tensor) and (number := dials.reading(x, "as float", sys._getframe(1))) is not None:
@@ -432,7 +450,12 @@ def _converters(dials: Dials) -> dict[str, Callable[..., Thing]]:
             x = number
         return x if type(x) is Tally and not x.is_real() else int(x, *base, **kwargs)
 
-    return {"float": as_float, "int": as_int}
+    def as_type(x: Thing, /, *more: Thing, **kwargs: Thing) -> Thing:
+        if more or kwargs or not isinstance(x, Followed):
+            return type(x, *more, **kwargs)
+        return float if isinstance(x, Dial) else type(x.value)  # type: ignore[attr-defined]
+
+    return {"float": as_float, "int": as_int, "type": as_type}
 
 
 _CONVERTERS = {c for c in _converters.__code__.co_consts if isinstance(c, CodeType)}
@@ -517,7 +540,7 @@ def judged(
             dials.stray_all("is read where code asks for modes")
         if is_torchs(code.co_filename) or is_ours(code.co_filename) or code.co_filename in HARMLESS:
             continue
-        if unseen := _unseen_by(code):
+        if unseen := _unseen_by(code) - ({"type"} if ("type", id(space)) in dials.converting else set()):
             dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
             dials.stray_all("may be formatted by %", _kept(dials, both))

@@ -52,6 +52,7 @@ from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs, written_out
+from ..python.rows import Element
 from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
@@ -327,7 +328,7 @@ class Dials:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str], counts: StepCounts, spots: Sequence[Spot] = ()
     ) -> None:
-        wide = {spot.at for spot in spots}
+        wide = {(at[0], at[1].key if isinstance(at[1], Element) else at[1]) for at in (spot.at for spot in spots)}
         self.sources = [
             (group, key)
             for o in optimizers if type(o) in _KNOWN
@@ -393,6 +394,8 @@ class Dials:
         """The identities of the floats that were at spots: what the call has not touched it does not go by either."""
         self.whole: set[tuple[int, object]] = set()
         """Where there are whole numbers, or NumPy's, all of which it follows."""
+        self.rows: set[tuple[int, object]] = set()
+        """Where there are tuples of numbers, all of which it follows."""
         self._numbers: dict[float, float] = {}
         self._worked_out: Values | None = None  # the values for which they were
         self._stale = True  # others than counts have changed since these were worked out
@@ -662,6 +665,7 @@ class Dials:
         self._tallies = {}
         self.marks = {identity(mark) for mark in self._seen_last if type(mark) is float}
         self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is not float}
+        self.rows = {(spot.at[0], spot.at[1].key) for spot in self.spots if isinstance(spot.at[1], Element)}
         self.followed = {(identity(group), key) for group, key in self.sources}
 
     def _turns(self, formula: Formula) -> bool:
