@@ -104,6 +104,8 @@ class Refusal(Exception):
     """Whether nothing stands in the way: the call runs live to be timed."""
     told = True
     """Whether it is worth a warning: there is something to mend."""
+    counts: Any = ()
+    """Where numbers lie, and their names: they stand in the way, and the next capture follows them."""
     cutting = False
     """Whether it stands in the way of cutting the call into segments, or of handing on numbers."""
 
@@ -149,7 +151,7 @@ class Refusal(Exception):
     def drop_references(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
         self.__traceback__ = self.__cause__ = self.__context__ = self.reach = self.decided = None
-        self.places = ()
+        self.places = self.counts = ()
 
 
 class Decides(Refusal):

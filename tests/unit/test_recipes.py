@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 
 from phonograph._torch.tensors import storage_id
-from phonograph.devices.cuda.fixed_values import Recipes
+from phonograph.capture.recipes import Recipes
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

@@ -17,7 +17,9 @@ import torch
 
 from .._torch.dynamic import Args, Context, Kwargs, Leaves, Thing
 from .._torch.modes import below_autograd
+from .._torch.operators import OpOverload
 from .._torch.tensors import alias
+from ..aten import operators
 from ..aten.autocast import Casts
 from ..errors import Refusal
 from ..memory.pool import copy_of, unexpanded
@@ -96,6 +98,11 @@ class Break:
             self._put(result)
         return ""
 
+    def may_write_anything(self) -> bool:
+        """Whether it may write what it is not given."""
+        assert isinstance(self.form.operator, OpOverload)
+        return operators.meaning(self.form.operator).others
+
     def may_read(self, numbers: Set[float]) -> bool:
         """Whether it may be given one of these, which stand for others."""
         return not numbers.isdisjoint([x for x in self._leaves if type(x) is float])
@@ -159,6 +166,9 @@ class MarkedBreak(Break):
         self._keeps = keeps
         self._rewritten = rewritten
         self._undone: Set[int] = frozenset()  # the arguments that are put back where the call begins again
+
+    def may_write_anything(self) -> bool:
+        return True
 
     def may_read(self, numbers: Set[float]) -> bool:
         return True  # its code gets at them wherever they lie

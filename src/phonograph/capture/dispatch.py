@@ -51,12 +51,12 @@ from .call_memory import CallMemory
 from .control_flow import ControlFlow
 from .digest import Digest
 from .exports import Exports
-from .fixed_values import FixedValues
 from .followed_counts import COUNTING, FollowedCounts
 from .higher_order import branch_or_loop
 from .histories import Histories
 from .host_numbers import HostNumbers
 from .notes import Note
+from .numbers_in_tensors import NumbersInTensors
 from .origins import Origins
 from .python_events import pause_profiling
 from .random_states import RandomStates
@@ -86,7 +86,7 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)
-        FixedValues.__init__(self)
+        NumbersInTensors.__init__(self)
         ControlFlow.__init__(self)
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""

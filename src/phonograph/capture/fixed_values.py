@@ -46,6 +46,8 @@ class FixedValues(FollowedCounts):
         """What the operator is made of that is seen now: storages outside; None if its results are not such."""
         self._made_of: dict[int, frozenset[int]] = {}  # the same of storages that the call has made
         self._small: dict[int, list[torch.Tensor]] = {}
+        self.moving: frozenset[int] = frozenset()
+        """Storages outside, of which the call follows the numbers in them (`numbers_in_tensors.py`)."""
         self._readers: dict[int, Refusal] = {}  # by what is relied on: what the first to read it would be told
 
     # -- what is such
@@ -105,7 +107,8 @@ class FixedValues(FollowedCounts):
         """An operator has given this, or written it, which holds the same in each replay."""
         written = operators.written_by(operators.meaning(func), args, kwargs)
         for t in operators.tensors_in((out, written), []):
-            if has_memory(t) and self.known.get(key := storage_id(t)) == "" and key not in self.gathered:
+            key = storage_id(t) if has_memory(t) else None
+            if key is not None and (self.may_count(key) or (self.known.get(key) == "" and key not in self.gathered)):
                 self._made_of[key] = of | self._made_of.get(key, MADE_OF_NUMBERS)
 
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
@@ -120,6 +123,10 @@ class FixedValues(FollowedCounts):
         self._made_of.pop(key, None)
         self._readers.pop(key, None)
 
+    def may_count(self, key: int) -> bool:
+        """Whether this storage outside holds a number that may be followed as the call goes on."""
+        return False
+
     # -- who reads it
 
     def reads_fixed(self, name: str, tensors: Sequence[torch.Tensor], frame: FrameType) -> bool:
@@ -128,13 +135,17 @@ class FixedValues(FollowedCounts):
         of = self._all_fixed(tensors)
         if of is None or self.bodies or not all(map(self._stays, of)) or any(t.is_conj() or t.is_neg() for t in tensors):
             return False
-        if self.decisive and site_of(frame) in self.decisive:
+        if (self.decisive and site_of(frame) in self.decisive) or not self.moving.isdisjoint(of):
             return False
+        self.relies_on(of, name, frame)
+        return True
+
+    def relies_on(self, of: frozenset[int], name: str, frame: FrameType) -> None:
+        """These storages outside hold the same in each replay."""
         for key in of - self._readers.keys():
             self._readers[key] = told = self.told(name, frame)
             if key not in self.relied_on:
                 self._rely(key, told.where)
-        return True
 
     def told(self, name: str, frame: FrameType) -> Refusal:
         """What this reader is told if the call writes later what it has read."""

@@ -24,7 +24,7 @@ from ..guards.reachable import Reach
 from ..python.handlers import comes_to_something
 from ..values.host_scalars import READS_NUMBER, Numeral, Site, listable, readable, site_of
 from ..values.wording import COMPILED
-from .fixed_values import FixedValues
+from .numbers_in_tensors import NumbersInTensors
 from .random_states import RandomStates
 from .refusals import Refusals
 from .value_checks import Check
@@ -34,7 +34,7 @@ __all__ = ["CHECKS", "HostNumbers"]
 CHECKS = "a check of torch's"  # in reasons
 
 
-class HostNumbers(FixedValues, Refusals, RandomStates):
+class HostNumbers(NumbersInTensors, Refusals, RandomStates):
     """Answers code of one call that asks for numbers on the host."""
 
     def __init__(self, device: torch.device, reach: Reach) -> None:

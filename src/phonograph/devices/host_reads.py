@@ -117,7 +117,12 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
                     return answer
             concerned = threading.get_ident() == mine or on_thread_of_autograds()
             frame = reader(sys._getframe(1))
-            if name in _KNOWN and concerned and not watch.repeated and not is_ours(frame.f_code.co_filename):
+            asks = concerned and not watch.repeated and not is_ours(frame.f_code.co_filename)
+            if name in _READ and asks and len(args) == 1 and threading.get_ident() == mine:
+                number = watch.read_as_followed(args[0], name, frame)
+                if number is not None:
+                    return number
+            if name in _KNOWN and asks:
                 value = watch.read_as_fixed(args[0], frame, shown=name not in _READ)
                 if value is not None:
                     return _read_of(value, read, args[1:], kwargs)

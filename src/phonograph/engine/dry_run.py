@@ -14,6 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import CodeType
 from typing import NamedTuple
 
@@ -222,6 +223,8 @@ class DryRun:
         watch.relies = self._prepared.snapshot.also
         watch.has_backward = not self._request.whole
         watch.may_begin_again = self._request.backward is None
+        if terms.following is not None and self._request.whole:
+            watch.may_follow = partial(terms.following.may_want, baked=terms.concessions.baked)
         watch.numerals, watch.steps_whole = [] if terms.numbers is not None else None, terms.steps_whole
         watch.would_refuse = terms.numbers if terms.numbers is not None else []
         watch.works_in(self._prepared.buckets)

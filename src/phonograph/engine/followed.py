@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import Refusal
 from ..guards.followed_numbers import Fixed, Unfollowed, is_compiled, judged, marked, of_arguments
+from ..guards.tensor_numbers import in_tensors
 from ..python.holders import Spot
 from ..python.names_in_code import CYCLED, LIVE
 from ..values.counters import Followed
@@ -31,7 +32,8 @@ def spots_of(request: Request) -> tuple[list[Spot], list[object]]:
     spots: list[Spot] = []
     # A backward that is recorded by itself, or runs, goes by numbers that its forward has noted.
     if terms.following is not None and request.whole:
-        spots = marked(reach, terms.following.wanted() - terms.concessions.baked)
+        wanted = terms.following.wanted() - terms.concessions.baked
+        spots = [*marked(reach, wanted), *(in_tensors(reach, wanted) if not any(map(is_compiled, reach.met)) else ())]
     in_arguments, values = of_arguments(request.call, request.function)
     if in_arguments and (terms.following is None or not request.whole or any(map(is_compiled, reach.met))):
         raise Fixed(range(len(in_arguments)))
@@ -56,6 +58,8 @@ def check_numbers(request: Request, evidence: Evidence) -> None:
     judged(dials, code.functions, code.sets_hooks, () if code.known is not None else reach.met, training)
     if any(part.may_read(dials.wide) for part in captured.watch.parts):
         dials.stray_all("is read where parts of the function run live")
+    if any(part.may_write_anything() for part in captured.watch.parts):
+        dials.stray_tensors("may be written where parts of the function run live")
     if not dials.fit():
         dials.stray_all("is no number that can be worked with")
     if not dials.strays:

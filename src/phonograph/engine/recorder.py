@@ -79,6 +79,10 @@ def record(
             continue
         except Refusal as e:
             baked = terms.concessions.baked
+            if any(terms.following.may_want(at, baked) for at, _ in e.counts):  # type: ignore[union-attr]
+                terms.following.want(e.counts)  # type: ignore[union-attr]
+                e.drop_references()
+                continue
             followed = terms.following.doubtful() - baked if terms.following is not None else frozenset()
             if not followed or isinstance(e, (Attached, Decides, Elsewhere, Fixed)):
                 raise

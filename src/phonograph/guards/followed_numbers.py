@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -40,18 +40,19 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import hands_out, uses_of_float
+from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_type
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
+from ..python.rows import elements
 from ..python.unnamed_reads import is_harmless, reads_any_of
-from ..values.counters import Followed, Tally, said
+from ..values.counters import Followed, Tally, are_rows, said
 from ..values.formulas import Worked
 from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to
 from ..values.wording import Naming
 from .composite_functions import CONSTANTS, WRITTEN_OUT
-from .hyperparameters import Dial, Dials, reals
+from .hyperparameters import Dial, Dials, reals, unread
 from .reachable import Reach
 
 __all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "reader", "takes"]
@@ -152,10 +153,14 @@ class Following:
 
     def advances(self, set_there: Iterable[tuple[At, str]], baked: Set[At]) -> bool:
         """A call sets numbers there. Whether some of them are to be followed that were not."""
-        new = {at: name for at, name in set_there if at not in self._wanted and at not in baked and self._failed[at] < _TRIES}
+        new = {at: name for at, name in set_there if self.may_want(at, baked)}
         self._wanted |= new
         self._advanced |= new.keys()
         return bool(new)
+
+    def may_want(self, at: At, baked: Set[At]) -> bool:
+        """Whether a number that lies there could be followed, and is not."""
+        return at not in self._wanted and at not in baked and self._failed[at] < _TRIES
 
     def wanted(self) -> frozenset[At]:
         return frozenset(self._wanted)
@@ -216,8 +221,12 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
             continue
         values = holder.read()
         for i, value in enumerate(values):
-            if base_of(type(value)) is not None and (spot := _spot(holder, i, values)) is not None and spot.at in wanted:
-                found.setdefault(spot.at, spot._replace(name=holder.label(i, values)))
+            row = type(value) is tuple and are_rows(value, value)
+            if (row or base_of(type(value)) is not None) and (spot := _spot(holder, i, values)) is not None:
+                name = holder.label(i, values)
+                places = elements(spot, value, name) if row else [spot._replace(name=name)]
+                if all(place.at in wanted for place in places):
+                    found = {place.at: place for place in places} | found
     for spot in found.values():
         spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
     return [*found.values()]
@@ -370,29 +379,49 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     before = [(space, name, f) for space, name, f in own if f in instead]
     for space, name, f in before:
         space[name] = instead[f]
-    converting = [space for space in (vars(torch.nn.utils.clip_grad), *_converting(functions)) if "float" not in space]
-    for space in converting:
-        space["float"] = _float
-    dials.converting = {*map(id, converting)}
+    converters = _converters(dials)
+    theirs = {id(space): space for space in _spaces(functions, [*reach.modules, *reach.optimizers])}
+    converting = [(name, space) for name in converters for space in _converting(name, theirs.values()) if name not in space]
+    for name, space in converting:
+        space[name] = converters[name]
+    dials.converting = {(name, id(space)) for name, space in converting}
     try:
         if any(type(v) is BuiltinFunctionType and v in instead for h in reach.holders for v in h.read()):
             dials.stray_all("may be given to a function of math that is no global variable")
         with _Guard(dials):
             yield
     finally:
-        for space in converting:
-            if space.get("float") is _float:
-                del space["float"]
+        for name, space in converting:
+            if space.get(name) is converters[name]:
+                del space[name]
         for space, name, f in before:
             if space.get(name) is instead[f]:
                 space[name] = f
+        dials.reading = unread  # for the watch keeps the dials
 
 
-def _converting(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:
-    """The global variables of modules in which `float` may be another function for a while: some of these functions call it,
-    and no code there asks whether it is the class."""
-    calling = {id(f.__globals__): f.__globals__ for f in functions if "calls" in uses_of_float(f.__code__)}
-    return [space for space in calling.values() if not any("other" in uses_of_float(code) for code in _codes_of(space))]
+def _spaces(functions: Iterable[FunctionType], objects: Iterable[object]) -> Iterator[dict[str, Any]]:
+    """The global variables of these functions, and of the methods of these objects, but for torch's."""
+    yield from (f.__globals__ for f in functions)
+    for kind in {base for thing in objects for base in type(thing).__mro__}:
+        module = sys.modules.get(kind.__module__)
+        if type(module) is ModuleType and not is_torchs(getattr(module, "__file__", None) or ""):
+            yield vars(module)
+
+
+def _converting(name: str, spaces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of these global variables of modules, those in which `float`, `int` or `type` may be another function for a while: some
+    code there calls it, and none asks whether it is the class."""
+    uses = [(space, [*map(_USES[name], _codes_of(space))]) for space in spaces]
+    found = [
+        space
+        for space, all_uses in uses
+        if any("calls" in one for one in all_uses) and not any("other" in one for one in all_uses)
+    ]
+    return [*map(vars, _CONVERTING), *found] if name == "float" else found
+
+
+_USES = {"float": uses_of_float, "int": uses_of_int, "type": uses_of_type}
 
 
 def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
@@ -406,16 +435,37 @@ def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
             yield f.__code__
 
 
-def _float(x: Thing = 0.0, /) -> Thing:
-    """A number as a float, followed as before."""
-    if type(x) is Tally:
-        return x.as_float()
-    return x if type(x) is Dial and x.wide else float(x)
+def _converters(dials: Dials) -> dict[str, Callable[..., Thing]]:
+    """What gives a number as a float, or as a whole one, followed as before, also that in a tensor; and its type."""
+
+    def as_float(x: Thing = 0.0, /) -> Thing:
+        if isinstance(x, torch.Tensor) and (number := dials.reading(x, "as float", sys._getframe(1))) is not None:
+            return number
+        if type(x) is Tally:
+            return x.as_float()
+        return x if type(x) is Dial and x.wide else float(x)
+
+    def as_int(x: Thing = 0, /, *base: Thing, **kwargs: Thing) -> Thing:
+        if isinstance(x, torch.Tensor) and (number := dials.reading(x, "as int", sys._getframe(1))) is not None:
+            x = number
+        return x if type(x) is Tally and not x.is_real() else int(x, *base, **kwargs)
+
+    def as_type(x: Thing, /, *more: Thing, **kwargs: Thing) -> Thing:
+        if more or kwargs or not isinstance(x, Followed):
+            return type(x, *more, **kwargs)
+        return float if isinstance(x, Dial) else type(x.value)  # type: ignore[attr-defined]
+
+    return {"float": as_float, "int": as_int, "type": as_type}
+
+
+_CONVERTERS = {c for c in _converters.__code__.co_consts if isinstance(c, CodeType)}
+_CONVERTING = (torch.nn.utils.clip_grad, torch.nn.modules.batchnorm)
+"""Modules of torch's in which `float` is only called."""
 
 
 def reader(frame: FrameType) -> FrameType:
-    """The frame whose code reads what this one does: that which has called `float`, where that is another function."""
-    return frame.f_back if frame.f_code is _float.__code__ and frame.f_back is not None else frame
+    """The frame whose code reads what this one does: that which has called `float` or `int`, where that is another function."""
+    return frame.f_back if frame.f_code in _CONVERTERS and frame.f_back is not None else frame
 
 
 def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
@@ -481,15 +531,16 @@ def judged(
         dials.stray_all("may be read by code that runs in torch.autograd.grad")
     both = [*ran, *((f.__code__, f.__globals__) for f in more if type(f) is FunctionType)]
     for code, space in both:
-        if id(space) in dials.converting and not uses_of_float(code) <= {"calls"}:
-            dials.stray_all("is read where code asks for the class float")
+        for name, uses in _USES.items():
+            if (name, id(space)) in dials.converting and not uses(code) <= {"calls"}:
+                dials.stray_all(f"is read where code asks for the class {name}")
         asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
         goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
         if goes_by and any(name.startswith(asks) for name in code.co_names):
             dials.stray_all("is read where code asks for modes")
         if is_torchs(code.co_filename) or is_ours(code.co_filename) or is_harmless(code):
             continue
-        if unseen := _unseen_by(code):
+        if unseen := _unseen_by(code) - ({"type"} if ("type", id(space)) in dials.converting else set()):
             dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
             dials.stray_all("may be formatted by %", _kept(dials, both))

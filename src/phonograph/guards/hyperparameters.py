@@ -52,6 +52,7 @@ from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs, written_out
+from ..python.rows import Element
 from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
@@ -60,7 +61,7 @@ from ..values.numbers import base_of, is_truth
 from ..values.step_counts import Cell, StepCounts, begins, single
 from .reachable import Reach
 
-__all__ = ["DECIDES", "GOES_ON", "Decided", "Dial", "Dials", "Values", "probing", "reals"]
+__all__ = ["DECIDES", "GOES_ON", "Decided", "Dial", "Dials", "Values", "probing", "reals", "unread"]
 
 _KNOWN = tuple([getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax",
                 "NAdam", "RAdam", "ASGD", "Muon", "Rprop") if hasattr(torch.optim, name)])  # fmt: skip
@@ -210,6 +211,10 @@ def _taken_apart(name: str) -> property:
     return property(lambda self: getattr(self.as_plain("is taken apart"), name))
 
 
+def unread(t: object, name: str, frame: FrameType) -> None:
+    """No tensor has a number that is followed."""
+
+
 def reals(value: Any, why: str) -> Any:
     """The same with real numbers in the place of dials, which are not followed then."""
     if isinstance(value, (Dial, Tally)):
@@ -323,7 +328,7 @@ class Dials:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], keys: Sequence[str], counts: StepCounts, spots: Sequence[Spot] = ()
     ) -> None:
-        wide = {spot.at for spot in spots}
+        wide = {(at[0], at[1].key if isinstance(at[1], Element) else at[1]) for at in (spot.at for spot in spots)}
         self.sources = [
             (group, key)
             for o in optimizers if type(o) in _KNOWN
@@ -346,7 +351,10 @@ class Dials:
         self._aliases = 0
         self.times_taken: Counter[float] = Counter()
         """How often operators took each that is wide, by its probe."""
-        self.converting: Set[int] = frozenset()  # the ids of global variables among which `float` was another function
+        self.reading: Callable[[object, str, FrameType], Any] = unread
+        """What stands for the number in a tensor, for a frame that reads it by a function of that name; None: nothing does."""
+        self.converting: Set[tuple[str, int]] = frozenset()
+        """`float` or `int` that were other functions, and the ids of the global variables among which they were."""
         self.blind = False  # whether code may have run that no mode looked at
         self._seen_last: list[Any] = [spot.get() for spot in spots]
         self._others: list[int] = []  # where there was another number at the last look
@@ -386,6 +394,8 @@ class Dials:
         """The identities of the floats that were at spots: what the call has not touched it does not go by either."""
         self.whole: set[tuple[int, object]] = set()
         """Where there are whole numbers, or NumPy's, all of which it follows."""
+        self.rows: set[tuple[int, object]] = set()
+        """Where there are tuples of numbers, all of which it follows."""
         self._numbers: dict[float, float] = {}
         self._worked_out: Values | None = None  # the values for which they were
         self._stale = True  # others than counts have changed since these were worked out
@@ -515,6 +525,10 @@ class Dials:
     def stray_all(self, why: str, but: Set[int] = frozenset()) -> None:
         """Nothing that lies at spots can be followed, but for these."""
         self.strays = dict.fromkeys([i for i in range(len(self.spots)) if i not in but], why) | self.strays
+
+    def stray_tensors(self, why: str) -> None:
+        """Nor can what lies in tensors."""
+        self.strays = {i: why for i, spot in enumerate(self.spots) if spot.memory is not None} | self.strays
 
     def taken(self, numbers: Iterable[float], why: str | None, special: Callable[[float], bool] | None) -> dict[float, float]:
         """An operator takes these, which are wide: or, for a reason `why`, it cannot be told where it would keep them. Gives
@@ -651,6 +665,7 @@ class Dials:
         self._tallies = {}
         self.marks = {identity(mark) for mark in self._seen_last if type(mark) is float}
         self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is not float}
+        self.rows = {(spot.at[0], spot.at[1].key) for spot in self.spots if isinstance(spot.at[1], Element)}
         self.followed = {(identity(group), key) for group, key in self.sources}
 
     def _turns(self, formula: Formula) -> bool:
@@ -686,7 +701,7 @@ class Dials:
         """Whether a source has another value than at the last look; then `values` are the new ones. While a call is `running`,
         its counts are those with which it began."""
         now, settings, at_spots, others = self._look(), self._settings, self._at_spots, self._others
-        there = [spot.get() for spot in self.spots] if self.spots else self._seen_last
+        there = self._there(running) if self.spots else self._seen_last
         sets, moves = not all(map(operator.is_, now, self._last)), not all(map(operator.is_, there, self._seen_last))
         if not (sets or moves or self._counting):
             return False
@@ -706,6 +721,11 @@ class Dials:
         self._last, self._settings, self._seen_last, self._at_spots, self._others = now, settings, there, at_spots, others
         self.values = values
         return turned
+
+    def _there(self, running: bool) -> list[Any]:
+        """What lies at spots. A call that is `running` goes by the numbers that tensors held before it wrote them."""
+        both = zip(self.spots, self._seen_last, strict=True)
+        return [seen if running and spot.memory is not None else spot.get() for spot, seen in both]
 
     def fit(self) -> bool:
         """Whether the program still takes the branches that it took when it was captured, with numbers that can be worked out

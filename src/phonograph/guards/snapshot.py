@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from .._torch.tensors import alias
 from ..python.holders import Holder, Spot
-from ..values.counters import are_numbers, are_plain
+from ..python.rows import elements
+from ..values.counters import are_numbers, are_plain, are_rows
 from ..values.tensor_subclasses import consists_of_parts
 from .reachable import Reach
 from .sameness import all_same, equal, same
@@ -70,7 +71,12 @@ class Snapshot:
                 if a is not b and not equal(a, b):
                     if holder.spot is None or not are_plain(a, b):
                         return []
-                    found.append(Setting(holder.label(i, now), holder.spot(i, now), a, b, are_numbers(a, b)))
+                    spot, name = holder.spot(i, now), holder.label(i, now)
+                    if are_rows(a, b):
+                        places = zip(elements(spot, a, name), a, b, strict=True)
+                        found += [Setting(place.name, place, x, y, number=True) for place, x, y in places]
+                    else:
+                        found.append(Setting(name, spot, a, b, are_numbers(a, b)))
         states = states_of([t for _, t, _ in self.tensors])
         return found if all(now == state for (_, _, state), now in zip(self.tensors, states, strict=True)) else []
 

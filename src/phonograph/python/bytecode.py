@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from .code_cache import of_code
 
-__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "formats_any",
-           "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in", "read_at",
-           "set_at", "slight_use_in", "used_in", "used_in_full", "uses_of_float", "words_in", "words_of"]  # fmt: skip
+__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches",
+           "formats_any", "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself",
+           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full",
+           "uses_of_float", "uses_of_int", "uses_of_type", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -733,11 +734,27 @@ def _named(loading: Instructions) -> str:
 def uses_of_float(code: CodeType) -> frozenset[str]:
     """What code, or a function that it defines, does with Python's `float`: "calls" it, "annotates" a function with it, "other"
     things."""
+    return _uses_of("float", code)
+
+
+@of_code
+def uses_of_int(code: CodeType) -> frozenset[str]:
+    """The same of `int`."""
+    return _uses_of("int", code)
+
+
+@of_code
+def uses_of_type(code: CodeType) -> frozenset[str]:
+    """The same of `type`."""
+    return _uses_of("type", code)
+
+
+def _uses_of(name: str, code: CodeType) -> frozenset[str]:
     found = set[str]()
     for inner in all_within(code):
-        every = [*dis.get_instructions(inner)] if "float" in inner.co_names else []
+        every = [*dis.get_instructions(inner)] if name in inner.co_names else []
         for n, i in enumerate(every):
-            if i.argval != "float" or not i.opname.startswith((*_OF_GLOBALS, *_ASSIGN, "IMPORT_FROM")):
+            if i.argval != name or not i.opname.startswith((*_OF_GLOBALS, *_ASSIGN, "IMPORT_FROM")):
                 continue
             calls = i.opname in _OF_GLOBALS and _arguments(every[n + 1 :]) is not None
             found.add("calls" if calls else "annotates" if _annotates(inner, every[n:]) else "other")

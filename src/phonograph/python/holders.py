@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from .._torch.dynamic import Reading, Table, Thing
 
 __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
@@ -14,13 +16,15 @@ __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 
 class Spot(NamedTuple):
     """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it, and how
-    it is called. Of an attribute, to which only its name leads: the class of the object."""
+    it is called. Of an attribute, to which only its name leads: the class of the object. Of a number in a
+    tensor: its memory, which the call may write by itself."""
 
     at: tuple[int, object]
     get: Callable[[], Any]
     put: Callable[[Any], None]
     kind: type | None = None
     name: str = ""
+    memory: torch.UntypedStorage | None = None
 
 
 Find = Callable[[int, Reading], Spot]

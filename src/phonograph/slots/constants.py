@@ -39,6 +39,8 @@ from ..guards.snapshot import Snapshot
 from ..guards.tensor_states import hook_values, like, states_of
 from ..python.holders import Holder
 from ..python.identity import identity
+from ..python.rows import elements
+from ..values.counters import are_rows
 from ..values.numbers import base_of
 from ..values.tensor_subclasses import parts_of_all
 from .column import Check, Column
@@ -183,8 +185,12 @@ class Constants(Entries, Column):
             if holder.spot is None or len(now) != len(saved):
                 continue
             for i, (a, b) in enumerate(zip(saved, now, strict=True)):
-                if a is not b and type(a) is type(b) and base_of(type(a)) is not None and not same(a, b):
+                if a is b or type(a) is not type(b) or same(a, b):
+                    continue
+                if base_of(type(a)) is not None:
                     found.append((holder.spot(i, now).at, holder.label(i, now)))
+                elif are_rows(a, b):
+                    found += [(place.at, place.name) for place in elements(holder.spot(i, now), b, holder.label(i, now))]
         return found
 
     def explain(self) -> Iterator[str]:

@@ -26,7 +26,7 @@ from .._torch.dynamic import Args, Kwargs
 from .formulas import Formula, Worked
 from .numbers import as_bytes, base_of, is_exact, is_small_array
 
-__all__ = ["LARGEST", "Followed", "Tally", "are_numbers", "are_plain", "said", "universal"]
+__all__ = ["LARGEST", "Followed", "Tally", "are_numbers", "are_plain", "are_rows", "said", "universal"]
 
 LARGEST = 2**53  # beyond, a float is not exact
 
@@ -142,9 +142,15 @@ def are_numbers(old: object, new: object) -> bool:
     return base_of(type(old)) is not None and (base_of(type(new)) is not None or isinstance(new, Followed))
 
 
+def are_rows(old: Any, new: Any) -> bool:
+    """The same of tuples of as many numbers."""
+    alike = type(old) is type(new) is tuple and 0 < len(old) == len(new)
+    return alike and all(map(are_numbers, old, new))
+
+
 def are_plain(old: object, new: object) -> bool:
-    """Whether a call that leaves this there, where it has found that, has only set a plain value."""
-    return are_numbers(old, new) or {type(old), type(new)} <= _PLAIN
+    """Whether a call that leaves this there, where it has found that, has only set a plain value, or some."""
+    return are_numbers(old, new) or are_rows(old, new) or {type(old), type(new)} <= _PLAIN
 
 
 _PLAIN = frozenset({bool, str, type(None)})

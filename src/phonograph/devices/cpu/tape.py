@@ -70,6 +70,7 @@ class Tape(OperatorWatch):
     """Runs each operator for real, notes it, and remembers how to undo what it wrote outside."""
 
     calls_operators = True
+    reads_counts = values_here = True
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
                  arena: Arena) -> None:  # fmt: skip

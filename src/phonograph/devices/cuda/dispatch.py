@@ -47,6 +47,7 @@ from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
 from ...capture.exports import warps_stream
 from ...capture.notes import Note
+from ...capture.recipes import Recipes, bytes_of
 from ...capture.recording import memory_of
 from ...capture.value_checks import Check, validates
 from ...distributed import agreement, nccl
@@ -65,7 +66,7 @@ from ..cuts import UNDONE
 from . import driver
 from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
-from .fixed_values import Recipes, Versions, Watched, bytes_of
+from .fixed_values import Versions, Watched
 from .host_constants import Room, given, moves
 from .random_states import DrawsWatch
 from .statuses import CONSISTING, LOOKS, TOLD, check_of, indices_of, looks, stops_by_values
@@ -109,6 +110,8 @@ class CudaWatch(DrawsWatch):
     """Watches one call. Its `cuts` are the live operators at which a graph ended and the next began, with what each reads and
     gives."""
 
+    reads_counts = True
+
     def __init__(
         self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
         generators: list[torch.Generator], lent: list[torch.Generator], free: Spans, rewind: Rewind | None, stream: int,
@@ -137,7 +140,6 @@ class CudaWatch(DrawsWatch):
         self.begins_dropout = False  # that was about to be made anew
         self.collectives: dict[str, int] = {}  # by the user's lines: how many
         self.groups: dict[str, None] = {}  # process groups by their names
-        self._recipes: Recipes | None = None
         self._answered: list[torch.Tensor] = []  # those on the device that the operator reads which is about to run
         self._status: Refusal | None = None  # of the first operator at whose status each run looks when it has ended
         self._since = 0  # how many storages the call had made by then
@@ -145,13 +147,6 @@ class CudaWatch(DrawsWatch):
     def runs_beside(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
         """What is worked out at once runs there."""
         self._recipes = Recipes(self.device, beside)
-
-    def _known_as(self, key: int) -> int | torch.Tensor | None:
-        """A tensor outside that lies on this storage, or how many storages the call had made before it."""
-        outside, name = self._there(key), self.name_of(key)
-        if outside and key not in self.slot_ids:
-            return outside[0]
-        return name if isinstance(name, int) else None
 
     @property
     def dropout(self) -> cuda_dropout.Dropout | None:
@@ -548,17 +543,13 @@ class CudaWatch(DrawsWatch):
 
     # -- what holds the same in each replay
 
-    def makes(self, func: Any, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
-        if self._recipes is not None and self._recipes.note(func, args, kwargs, out, self._known_as):
-            super().makes(func, args, kwargs, out, of)
-
     def read_as_fixed(self, t: object, frame: FrameType, shown: bool) -> torch.Tensor | None:
         on_host = isinstance(t, torch.Tensor) and t.is_cpu  # which is read itself
         return None if on_host else super().read_as_fixed(t, frame, shown)
 
     def value(self, t: torch.Tensor) -> torch.Tensor:
         assert self._recipes is not None
-        return self._recipes.value(t, self._known_as)
+        return self._recipes.value(t, self.known_as)
 
     def held(self, name: str, tensors: Sequence[torch.Tensor], where: str) -> Holder:
         if tensors[0].is_cpu:
@@ -570,12 +561,13 @@ class CudaWatch(DrawsWatch):
         watched = Watched(name, where)
         with torch_modes.without_modes(), torch.inference_mode(False), torch.no_grad():
             self.answers.add(watched, (here == self.room.place(before)).all())
-        return Versions(watched, tensors, before).place(name)
+        place, t = Versions(watched, tensors, before).place(name), self._count_at(storage_id(tensors[0]))
+        return place if t is None else self.followed_later(place, name, t)
 
     def _worked_out(self, func: Any, args: Args, kwargs: Kwargs) -> object:
         """What an operator gives that would read on the host what holds the same in each replay, or copy it there."""
         assert self._recipes is not None
-        found = self._recipes.result(func, args, kwargs, self._known_as)
+        found = self._recipes.result(func, args, kwargs, self.known_as)
         if meaning(func).copies:
             self._begins(found.untyped_storage())
             return found

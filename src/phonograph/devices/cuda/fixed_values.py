@@ -1,8 +1,7 @@
 """The values of tensors that hold the same in each replay (`capture/fixed_values.py`), where they lie on a GPU.
 
-Nothing runs there during a capture, and nobody may wait for it. So it is noted how such tensors are made, and where code reads
-one, it is made once more, beside the capture: by the same operators, on a stream that is not captured, in memory that is not
-the recording's. What is noted holds none of the call's tensors.
+Nothing runs there during a capture, and nobody may wait for it. So where code reads such a tensor, it is made once more, beside
+the capture (`capture/recipes.py`): on a stream that is not captured.
 
 What is outside is compared by versions before each replay. They do not tell of `.data`: where that was asked for, or somebody
 has an alias of the memory, the values are compared, for which the host waits. Nor do versions tell of what goes around torch:
@@ -11,172 +10,24 @@ so each replay looks as well, and what it finds is raised by a later call, as fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from ..._torch.dynamic import Args, Kwargs, Reading, Thing
-from ..._torch.modes import below_autograd, without_autocast, without_modes
-from ..._torch.operators import OpOverload
+from ..._torch.dynamic import Reading
 from ..._torch.tensors import storage_id, use_count
-from ...aten import operators
+from ...capture.recipes import bytes_of
 from ...capture.value_checks import Check
 from ...guards.data_door import data, handed_out
 from ...python.holders import Holder, kept
-from ...python.memory_contents import AT_ONCE
 
-__all__ = ["Known", "Recipes", "Versions", "Watched", "bytes_of"]
+__all__ = ["Versions", "Watched"]
 
-_UNFILLED = -1
 _UNTOLD = (
     "phonograph: {} was written in a way that its version does not tell of (.data, or memory that is shared with others), and "
     "replays have gone on by what it held before. Write it as it is (copy_, fill_), or call pg.reset on the recorded function "
     "when it has changed"
 )
-
-
-Known = Callable[[int], int | torch.Tensor | None]
-"""How many storages the call had made before this one, or a tensor outside that lies on it. (It is told each time: who knows it
-has what is noted, and would else keep itself.)"""
-
-
-class _Piece(NamedTuple):
-    """A tensor, by the storage that it lies on: which one it was that the call has made, or a tensor outside on it."""
-
-    of: int | torch.Tensor
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def on(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        if isinstance(self.of, int) and self.of == _UNFILLED:
-            return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        storage = self.of.untyped_storage() if isinstance(self.of, torch.Tensor) else storages[self.of]
-        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
-
-
-class _Step(NamedTuple):
-    """One operator, with pieces in the place of tensors; those it gives, and the storages that it reads and writes."""
-
-    func: OpOverload
-    args: Thing
-    kwargs: Thing
-    gives: list[_Piece]
-    reads: frozenset[int]
-    makes: frozenset[int]
-
-
-class Odd(Exception):
-    """A tensor is no piece of a storage that is known."""
-
-
-class Recipes:
-    """How the tensors of one call are made that hold the same in each replay."""
-
-    def __init__(self, device: torch.device, beside: Callable[[], AbstractContextManager[object]]) -> None:
-        """Work on the device runs at once that is done `beside` the capture."""
-        self._device, self._beside = device, beside
-        self._steps: list[_Step] = []
-
-    def note(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, known: Known) -> bool:
-        """An operator has given this. False if it could not be called again."""
-        m = operators.meaning(func)
-        results = operators.tensors_in((out,), [])
-        written = operators.written_by(m, args, kwargs)
-        if all(t.device != self._device for t in (*results, *written)):
-            return True  # it has its values here and now
-        unread = m.name in operators.OF_SHAPES
-        try:
-            noted = self._noted(args, known, unread), self._noted(kwargs, known, unread)
-            gives, wrote = [self._piece(t, known) for t in results], [self._piece(t, known) for t in written]
-        except Odd:
-            return False
-        if any(isinstance(piece.of, torch.Tensor) for piece in wrote):
-            return False  # it is not to be written again
-        reads = frozenset(p.of for p in _pieces(noted, []) if isinstance(p.of, int))
-        makes = frozenset(p.of for p in (*gives, *wrote) if isinstance(p.of, int))
-        self._steps.append(_Step(func, *noted, gives, reads, makes))
-        return True
-
-    def value(self, t: torch.Tensor, known: Known) -> torch.Tensor:
-        """A tensor on the host with the values that this one holds."""
-        found: torch.Tensor = self.result(torch.ops.aten.alias.default, (t.detach(),), {}, known)
-        return found
-
-    def result(self, func: OpOverload, args: Args, kwargs: Kwargs, known: Known) -> Any:
-        """What this operator gives, with tensors on the host."""
-        noted = self._noted(args, known), self._noted(kwargs, known)
-        needed = self._needed({p.of for p in _pieces(noted, []) if isinstance(p.of, int)})
-        with torch.inference_mode(False), without_modes(), without_autocast(), below_autograd(), self._beside():
-            storages: dict[int, torch.UntypedStorage] = {}
-            for step in needed:
-                out = step.func(*_rebuilt(step.args, storages), **_rebuilt(step.kwargs, storages))
-                for piece, t in zip(step.gives, operators.tensors_in((out,), []), strict=True):
-                    if isinstance(piece.of, int):
-                        storages.setdefault(piece.of, t.untyped_storage())
-            return _on_host(func(*_rebuilt(noted[0], storages), **_rebuilt(noted[1], storages)))
-
-    def _needed(self, wanted: set[int]) -> list[_Step]:
-        """The steps by which these storages are what they are now."""
-        found = []
-        for step in reversed(self._steps):
-            if not wanted.isdisjoint(step.makes):
-                found.append(step)
-                wanted |= step.reads
-        return found[::-1]
-
-    def _noted(self, value: Thing, known: Known, unread: bool = False) -> Thing:
-        if isinstance(value, torch.Tensor):
-            return self._piece(value, known, unread)
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._noted(v, known, unread) for v in value])
-        if isinstance(value, dict):
-            return {k: self._noted(v, known, unread) for k, v in value.items()}
-        return value
-
-    def _piece(self, t: torch.Tensor, known: Known, unread: bool = False) -> Thing:
-        if t.is_conj() or t.is_neg():
-            raise Odd
-        if unread:
-            return _Piece(_UNFILLED, tuple(t.size()), t.stride(), 0, t.dtype, t.device)
-        if t.device != self._device:
-            if t.nbytes > AT_ONCE:
-                raise Odd
-            with without_modes():
-                return t.detach().clone()
-        of = known(storage_id(t))
-        if of is None:
-            raise Odd
-        return _Piece(of, tuple(t.size()), t.stride(), int(t.storage_offset()), t.dtype, t.device)
-
-
-def _pieces(noted: Thing, into: list[_Piece]) -> list[_Piece]:
-    if isinstance(noted, _Piece):
-        into.append(noted)
-    elif isinstance(noted, (list, tuple, dict)):
-        for v in noted.values() if isinstance(noted, dict) else noted:
-            _pieces(v, into)
-    return into
-
-
-def _rebuilt(noted: Thing, storages: dict[int, torch.UntypedStorage]) -> Thing:
-    if isinstance(noted, _Piece):
-        return noted.on(storages)
-    if isinstance(noted, (list, tuple)):
-        return type(noted)([_rebuilt(v, storages) for v in noted])
-    if isinstance(noted, dict):
-        return {k: _rebuilt(v, storages) for k, v in noted.items()}
-    return noted
-
-
-def _on_host(out: Thing) -> Thing:
-    if isinstance(out, torch.Tensor):
-        return out.detach().cpu()
-    return type(out)(map(_on_host, out)) if isinstance(out, (list, tuple)) else out
 
 
 class Watched(Check):
@@ -221,9 +72,3 @@ class Versions:
             return False
         self._seen = handed
         return True
-
-
-def bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """All that lies on the storage of this tensor."""
-    with torch.inference_mode(False), torch.no_grad(), without_modes():
-        return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
