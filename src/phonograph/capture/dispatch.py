@@ -43,6 +43,7 @@ from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
 from ..memory.pool import extent
 from ..python.identity import identity
+from ..python.memos import memos
 from ..values.host_scalars import COMPARISONS, LEFT_ALIGNED, Site, site_of
 from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import MARKED, source_of
@@ -88,6 +89,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         ControlFlow.__init__(self)
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
+        self.keeper: object = None
+        """Function whose cache keeps the one for which the call was refused."""
         self.histories = Histories(reach)
         self.split: Set[object] = frozenset()
         """Operators that run live between segments."""
@@ -376,6 +379,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         """Refuse a tensor that is no argument, not in reach, and not the result of a watched operator."""
         if m.constant:
             return
+        self.keeper = memos.keeper(lambda kept: storage_id(kept) == storage_id(t))
         said = "reads a tensor that phonograph cannot trace back to an argument or to the function's own variables"
         remedy = "pass it as an argument, or keep it as an attribute, closure variable or global"
         raise Refusal(f"{source_of(m.name)} {said}", remedy)
