@@ -25,6 +25,7 @@ from ..errors import Refusal
 from ..python import memory_contents
 from ..python.holders import Holder
 from ..values.host_scalars import READS_NUMBER, Site, site_of
+from .alike import Alike
 from .followed_counts import FollowedCounts
 
 __all__ = ["MADE_OF_NUMBERS", "FixedValues"]
@@ -45,6 +46,8 @@ class FixedValues(FollowedCounts):
         """What the operator is made of that is seen now: storages outside; None if its results are not such."""
         self._made_of: dict[int, frozenset[int]] = {}  # the same of storages that the call has made
         self._small: dict[int, list[torch.Tensor]] = {}
+        self.alike = Alike(self.known)
+        """Which of them hold the same, whatever that is."""
         self._readers: dict[int, Refusal] = {}  # by what is relied on: what the first to read it would be told
 
     # -- what is such
@@ -110,12 +113,14 @@ class FixedValues(FollowedCounts):
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         key = storage_id(t)
         self._made_of.pop(key, None)
+        self.alike.changes(key)
         if key in self._readers:
             raise self._readers.pop(key)  # which its traceback would keep with all else
         super().writes(t, version)
 
     def died(self, key: int) -> None:
         super().died(key)
+        self.alike.changes(key)
         self._made_of.pop(key, None)
         self._readers.pop(key, None)
 
