@@ -115,7 +115,7 @@ _MLA = {
 }  # fmt: skip
 
 # What is asked of a model -> (its class, its inputs, its labels, its dtype)
-_TASKS: dict[str, tuple[str, Callable[[], Batch], Callable[[Batch], Batch], torch.dtype]] = {
+TASKS: dict[str, tuple[str, Callable[[], Batch], Callable[[Batch], Batch], torch.dtype]] = {
     "continue": ("AutoModelForCausalLM", lambda: {"input_ids": _ids()}, _same_text, torch.bfloat16),
     "fill in": ("AutoModelForMaskedLM", _padded, _same_text, torch.float32),
     "encode": ("AutoModel", _padded, _none, torch.float32),
@@ -147,7 +147,7 @@ _TASKS: dict[str, tuple[str, Callable[[], Batch], Callable[[Batch], Batch], torc
     ),
 }  # fmt: skip
 
-_TRANSFORMERS: list[tuple[str, str, dict[str, Any]]] = [
+TRANSFORMERS: list[tuple[str, str, dict[str, Any]]] = [
     ("continue", "gpt2", _GPT),
     ("continue", "gpt_neo", {
         "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 256,
@@ -238,7 +238,7 @@ _TRANSFORMERS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def _transformer(task: str, kind: str, options: dict[str, Any]) -> Model:
-    made_by, batch, labels, dtype = _TASKS[task]
+    made_by, batch, labels, dtype = TASKS[task]
 
     def build() -> nn.Module:
         import transformers
@@ -308,7 +308,7 @@ def _timm(kind: str, side: int, options: dict[str, Any]) -> Model:
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
-        *(_transformer(task, kind, options) for task, kind, options in _TRANSFORMERS),
+        *(_transformer(task, kind, options) for task, kind, options in TRANSFORMERS),
         *(_timm(kind, side, options) for kind, (side, options) in _TIMM.items()),
     )
 }

@@ -43,6 +43,7 @@ from ..guards.followed_numbers import takes
 from ..guards.reachable import Reach
 from ..memory.pool import extent
 from ..python.identity import identity
+from ..python.memos import memos
 from ..values.host_scalars import COMPARISONS, LEFT_ALIGNED, Site, site_of
 from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import MARKED, source_of
@@ -90,6 +91,8 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         ControlFlow.__init__(self)
         self.untraced: dict[tuple[int, int], tuple[str, str]] = {}
         """Operator and line by (address, bytes), for each tensor of unknown origin."""
+        self.keeper: object = None
+        """Function whose cache keeps the one for which the call was refused."""
         self.histories = Histories(reach)
         self._historic = bool(self.histories)
         self.split: Set[object] = frozenset()
@@ -217,6 +220,8 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         out = self._run(func, m, args, kwargs, note, listening)
         if fixed is not None:
             self.makes(func, args, kwargs, out, fixed)
+        if self.decisive and not self.bodies and not (self.dials and self.stands_among((*args, *kwargs.values()))):
+            self.alike.makes(m, func, args, kwargs, out)
         if self.graphs:
             self.graphs[-1].met(note.tensors, out)
         self.origins.note(m.name, begins, self.captured(), sys._getframe(1), self.outermost)
@@ -408,6 +413,7 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         """Refuse a tensor that is no argument, not in reach, and not the result of a watched operator."""
         if m.constant:
             return
+        self.keeper = memos.keeper(lambda kept: storage_id(kept) == storage_id(t))
         said = "reads a tensor that phonograph cannot trace back to an argument or to the function's own variables"
         remedy = "pass it as an argument, or keep it as an attribute, closure variable or global"
         raise Refusal(f"{source_of(m.name)} {said}", remedy)

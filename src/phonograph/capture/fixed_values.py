@@ -25,6 +25,7 @@ from ..errors import Refusal
 from ..python import memory_contents
 from ..python.holders import Holder
 from ..values.host_scalars import READS_NUMBER, Site, site_of
+from .alike import Alike
 from .followed_counts import FollowedCounts
 from .notes import Note
 
@@ -48,6 +49,8 @@ class FixedValues(FollowedCounts):
         self._small: dict[int, list[torch.Tensor]] = {}
         self.moving: frozenset[int] = frozenset()
         """Storages outside, of which the call follows the numbers in them (`numbers_in_tensors.py`)."""
+        self.alike = Alike(self.known)
+        """Which of them hold the same, whatever that is."""
         self._readers: dict[int, Refusal] = {}  # by what is relied on: what the first to read it would be told
 
     # -- what is such
@@ -114,12 +117,14 @@ class FixedValues(FollowedCounts):
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         key = storage_id(t)
         self._made_of.pop(key, None)
+        self.alike.changes(key)
         if key in self._readers:
             raise self._readers.pop(key)  # which its traceback would keep with all else
         super().writes(t, version)
 
     def died(self, key: int) -> None:
         super().died(key)
+        self.alike.changes(key)
         self._made_of.pop(key, None)
         self._readers.pop(key, None)
 

@@ -158,9 +158,13 @@ class Cuts:
         return unflatten(form.shape, iter(found))
 
     def decide(self, t: torch.Tensor, site: Site) -> object:
-        """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before."""
+        """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before.
+        (One that is the same as another that was looked at needs no look.)"""
         runs = "goes on by a number that it reads"
         for number in self._numbers.get(site, iter(())):
+            if not self._watch.bodies and self._watch.alike.reads(t, number):
+                self._one_less()
+                return number
             with _cutting():
                 self._may_cut(runs)
                 part = Decision(number, source_of(READS_NUMBER.name()), users_line())
@@ -222,9 +226,8 @@ class Cuts:
     def _arrived(self, part: Break, runs: str) -> list[torch.Tensor]:
         """Copies of what other ranks have sent so far, which a call that begins again after this is given."""
         watch, arrivals = self._watch, self._watch.arrivals
-        self._left -= 1
         if not watch.communicated:
-            self._needs_no_more()
+            self._one_less()
             return []
         after = f"{runs} after it has communicated with other ranks"
         if arrivals is None or watch.workplaces or watch.gathered:
@@ -232,7 +235,7 @@ class Cuts:
         if name := watch.under_way():
             raise Refusal(f"{runs} while a collective is under way ({name})", "wait for it before")
         arrived = arrivals.kept()
-        self._needs_no_more()
+        self._one_less()
         if arrived is None:
             raise Refusal(
                 f"{after}, and written to strided parts of what that has brought, or by Triton",
@@ -244,8 +247,9 @@ class Cuts:
             raise Refusal(f"{after} by large tensors, which would have to be kept", "call it before that, or outside")
         return found
 
-    def _needs_no_more(self) -> None:
+    def _one_less(self) -> None:
         """After the last of them nobody needs copies of what arrives."""
+        self._left -= 1
         if not self._left:
             self._watch.arrivals = None
 

@@ -28,6 +28,7 @@ from ..guards.packages import Packages
 from ..guards.reachable import Reach
 from ..python.gc_control import uncollected
 from ..python.identity import identity
+from ..python.memos import MEMO
 from ..python.names_in_code import likeness
 from ..values.keys import NoSignature
 from ..values.object_layout import layout_of
@@ -193,8 +194,9 @@ def refused_here() -> NoSignature | None:
 
 
 def _has_code(x: object) -> bool:
-    """Whether this is a function or a class. (An object is not asked: it may say anything of its `__class__`.)"""
-    return issubclass(type(x), (FunctionType, type))
+    """Whether this is a function, wrapped in a cache or not, or a class. (An object is not asked: it may say anything of its
+    `__class__`.)"""
+    return issubclass(type(x), (FunctionType, MEMO, type))
 
 
 def _is_trained(t: torch.Tensor, reach: Reach) -> bool:

@@ -43,6 +43,7 @@ from ..guards.reachable import Reach
 from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
+from ..python.memos import memos
 from ..python.origin import BACKWARD
 from ..python.putting_back import put_back
 from ..python.read_gate import Reads
@@ -110,6 +111,9 @@ class DryRun:
             assert self._behaviour is not None
             return Evidence(captured, self._behaviour, self._dials)
         except Refusal as refusal:
+            keeper = self._watch.keeper if self._watch is not None else None
+            if keeper is not None and identity(keeper) not in self._outer:
+                raise Overlooked(frozenset(), [keeper]) from None
             refusal.places = [levels(self._listener.loggers.values())] if self._listener is not None else []
             raise
         except (Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
@@ -268,6 +272,7 @@ class DryRun:
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
+        caching = reach.caching | memos.of_packages()
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -277,7 +282,7 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            watching_python(self._outer, heard, reach.caching, self._untouched.left_out, watch, None, variables) as listener,
+            watching_python(self._outer, heard, caching, self._untouched.left_out, watch, None, variables) as listener,
         ):
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)

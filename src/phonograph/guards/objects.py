@@ -38,6 +38,7 @@ from ..python.executed_code import Ran
 from ..python.holders import Holder, Spot, kept, key_label
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_users_class, is_users_function, own_dict, slots_of
+from ..python.memos import kept_tensors
 from ..python.names_in_code import CYCLED, LIVE, Mentions
 from ..python.origin import is_users
 from ..python.read_gate import Reads
@@ -485,6 +486,9 @@ class Objects:
             place = containers.cache(path, wrapper)
             self._hold(place)
             self._fixed(path, place.read())
+        elif tensors := kept_tensors(wrapper):  # of others, these count for as long as it keeps them
+            self._hold(kept(path, lambda: _still_among(tensors, kept_tensors(wrapper))))
+            self._fixed(path, tensors)
 
     def _recorded(self, path: str, recorded: Thing) -> None:
         """A recorded function: it runs as part of this one. The user may give it attributes, as any function."""
@@ -745,6 +749,12 @@ def _is_frozen(array: Foreign) -> bool:
             return bool(base.flags.owndata)
         array = base
     return False
+
+
+def _still_among(tensors: list[torch.Tensor], now: list[torch.Tensor]) -> Reading:
+    """Which of these tensors are among those that are there now."""
+    there = {identity(t) for t in now}
+    return tuple([identity(t) in there for t in tensors])
 
 
 def _used_up(it: object) -> bool:

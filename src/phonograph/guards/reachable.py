@@ -60,6 +60,7 @@ from ..python.executed_code import Ran, is_resumed
 from ..python.holders import Holder, Spot, kept
 from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
+from ..python.memos import MEMO
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
 from ..python.read_gate import behind_gate
@@ -780,7 +781,7 @@ _WAYS: list[tuple[type, Enter]] = [
     (MethodType, Reach._method),
     (CellType, Reach._cell),
     (functools.partial, Reach._partial),
-    (type(functools.lru_cache(int)), Reach._cache),
+    (MEMO, Reach._cache),
     (operator.attrgetter, Reach._getter),
     (operator.methodcaller, Reach._getter),
     (BuiltinFunctionType, Reach._builtin),

@@ -11,7 +11,7 @@ from torch import nn
 import phonograph as pg
 from phonograph.testing import assert_same
 from tests.contract.shared.noticing import globals_as_before  # noqa: F401
-from tests.helpers import may_run_live, ramp
+from tests.helpers import counts, may_run_live, ramp
 
 NAMED = {
     "a number": (lambda p: lambda x: x * p.RATE, lambda p: setattr(p, "RATE", 3.0)),
@@ -115,3 +115,47 @@ def test_c09_what_the_users_code_sets_in_a_package(device, package):
         x = ramp(device, 4) + n
         assert_same(g(x), x * (n + 1))
     assert package.calls == 5
+
+
+@pytest.mark.parametrize("f", ["by_positions", "by_noises"])
+def test_c09_tensors_that_a_packages_function_keeps_are_read(device, package, f):
+    """Nothing leads to the cache but code that is not looked through."""
+    theirs = getattr(package, f)
+    ours = pg.record(lambda x: theirs(x))
+    for n in range(8):
+        x = ramp(device, 4) + n
+        assert_same(ours(x), theirs(x))
+    assert counts(ours) == (1, 1, 7), pg.explain(ours)
+
+
+def test_c09_tensors_that_a_packages_function_keeps_no_more_are_noticed(device, package):
+    ours = pg.record(lambda x: package.by_noises(x))
+    for n in range(12):
+        if n == 6:
+            package.noises.cache.cache_clear()
+        x = ramp(device, 4) + n
+        assert_same(ours(x), package.by_noises(x))
+    assert pg.stats(ours).replayed >= 9, pg.explain(ours)
+
+
+@may_run_live
+@pytest.mark.parametrize("f", ["by_positions", "by_noises", "by_last"])
+def test_c09_a_call_that_fills_a_packages_cache_is_not_recorded(device, package, f):
+    """What it kept would lie in memory of the recording."""
+    theirs, results = getattr(package, f), []
+    for call in (theirs, pg.record(lambda x: theirs(x), warmup=0)):
+        for of in (package.positions, package.noises, package.last):
+            of.cache.cache_clear()
+        torch.manual_seed(1)
+        results.append([call(ramp(device, 4) + n) for n in range(6)] + [call(ramp(device, 5)), theirs(ramp(device, 4))])
+    assert_same(*results)
+
+
+def test_c09_a_cache_that_is_made_later_is_known(device, package):
+    f = pg.record(lambda x: package.by_positions(x))
+    assert_same(f(ramp(device, 4)), package.by_positions(ramp(device, 4)))
+    package.noises = package.kept(8)(lambda n, device: torch.full((n,), 2.0, device=device))
+    g = pg.record(lambda x: x * package.noises(4, x.device))
+    for n in range(5):
+        assert_same(g(ramp(device, 4) + n), (ramp(device, 4) + n) * 2)
+    assert counts(g) == (1, 1, 4), pg.explain(g)

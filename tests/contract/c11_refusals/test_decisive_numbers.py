@@ -260,3 +260,65 @@ def test_c08_a_model_of_transformers_that_looks_into_its_mask(device):
             found.append([loss.detach(), *[p.grad.clone() for p in each.parameters() if p.grad is not None]])
         assert_same(*found)
     assert pg.stats(ours).replayed >= 8, reasons(ours)
+
+
+def looks_at(mask, q):
+    """As transformers does, for each kind of attention."""
+    if mask.bool().all():
+        return True
+    return bool(mask.bool()[:, :q].all()) and bool((~mask.bool()[:, q:]).all())
+
+
+def by_a_mask_of_each_kind(x, mask):
+    for _ in range(3):
+        x = x * 2 if looks_at(mask, mask.shape[1]) else x - mask
+    return x
+
+
+def by_a_mask_that_changes(x, mask):
+    mask = mask.clone()
+    x = x * 2 if mask.all() else x - 1
+    mask[0, 0] = 1
+    return x * 3 if mask.all() else x.sin()
+
+
+def by_floats_alike(x, mask):
+    x = x * 2 if (x.cos() > 0.9).all() else x - 1
+    return x * mask if (x.cos() > 0.9).all() else x.sin()
+
+
+def by_others(x, mask):
+    x = x * 2 if mask.all() else x - 1
+    x = x * 2 if mask.any() else x - 1
+    x = x * 2 if mask[:1].all() else x.cos()
+    return x * 2 if mask.eq(0).sum() == 1 else x.sin()
+
+
+def by_a_view_that_is_written(x, mask):
+    mask = mask.clone()
+    part = mask[:1]
+    x = x * 2 if part.all() else x - 1
+    mask.zero_()
+    return x * 2 if part.all() else x.sin()
+
+
+LOOKS = {
+    "of each kind": (by_a_mask_of_each_kind, 1), "that changes": (by_a_mask_that_changes, 2),
+    "floats": (by_floats_alike, 2), "others": (by_others, 4), "a view that is written": (by_a_view_that_is_written, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "looks"), LOOKS.values(), ids=LOOKS)
+def test_c08_what_was_looked_at_is_looked_at_no_more(device, function, looks):
+    f = recorded(function)
+    ones = torch.ones(2, 3, dtype=torch.int64, device=device)
+    padded, none = ones.clone(), torch.zeros_like(ones)
+    padded[0, 0] = 0
+    for n, mask in enumerate([padded] * 8 + [ones] * 3 + [padded] * 3 + [none] * 2 + [padded, ones]):
+        x = ramp(device, 2, 3) + n
+        assert_same(f(x, mask), function(x, mask))
+    assert pg.stats(f).replayed >= 7, reasons(f)
+    f = recorded(function)
+    for _ in range(8):
+        f(ramp(device, 2, 3), padded)
+    assert pg.explain(f).count("live between its segments: a look at a number") == looks

@@ -24,6 +24,7 @@ from ...errors import Refusal
 from ...memory.pool import unowned
 from ...memory.spans import Spans
 from ...python.gc_control import uncollected
+from ...python.memos import memos
 from ...python.standing import ended, standing
 from ...state.compiled_generators import among, settled
 from ...state.rng import CudaState, Known, Rewind, put, reset
@@ -182,6 +183,8 @@ def _launches(graphs: Graphs, memory: PrivatePool, places: list[range]) -> list[
 def _no_untraced(watch: OperatorWatch, footprint: Spans) -> None:
     for (start, nbytes), (operator, line) in watch.untraced.items():
         if nbytes and not footprint.covers(start, nbytes):
+            place = start, nbytes
+            watch.keeper = memos.keeper(lambda kept: memory_of(kept) == place)  # noqa: B023  (asked here)
             raise Refusal(
                 f"{operator} reads a tensor that phonograph cannot trace back to an argument or to the function's own "
                 "variables",
