@@ -102,7 +102,7 @@ $(VENV)/.ready-pipelines: pipelines.txt | $(VENV)/.made
 $(VENV)/constraints.txt: constraints.txt Makefile | $(VENV)/.made
 	@sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^# What goes with that release/,/^$$/d' constraints.txt > $@
 
-$(VENV)/.ready-%: pyproject.toml $(PINS) | $(VENV)/.made
+$(VENV)/.ready-%: pyproject.toml $(PINS) src/phonograph/_torch/_native.c | $(VENV)/.made
 	@echo "installing what '$*' needs, torch among it (once; it may take some minutes) ..."
 	@$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c $(PINS) -e ".[$*]" || { \
 	  echo "The packages could not be installed. Without a network, and with torch in $(PYTHON) already:" >&2; \

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 import phonograph as pg
+from phonograph._torch import native
 from phonograph.cli import machine, tested
 from phonograph.cli.console import table
 from phonograph.devices.cuda import conditional
@@ -101,6 +102,14 @@ def _software(environment: Mapping[str, str]) -> Iterator[Finding]:
         off = switched_off()
         yield Finding("PHONOGRAPH", "problem" if off else "ok", switch, "nothing is recorded at all" if off else "")
     yield torch_release(str(torch.__version__))
+    yield helper(native.instead)
+
+
+def helper(instead: str) -> Finding:
+    """Whether the helper in C is in use."""
+    if not instead:
+        return Finding("helper in C", "ok", "in use")
+    return Finding("helper in C", "note", instead, "all works without it; the host time of a replay grows with the parameters")
 
 
 def torch_release(version: str) -> Finding:

@@ -9,6 +9,7 @@ from operator import attrgetter
 import torch
 
 from .._torch.dynamic import Leaves, Reading, Table
+from .._torch.native import standing
 from .._torch.tensors import TensorBase, address, has_memory, is_leaf, tensor_check
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 
@@ -25,7 +26,7 @@ def like(tensors: Sequence[torch.Tensor]) -> Callable[[Leaves], bool]:
     lie = [*map(has_memory, tensors)]
     if all(lie):
         places = [*map(address, tensors)]
-        return lambda found: check(*found) and [*map(address, found)] == places
+        return standing(tensors, lambda found: check(*found) and [*map(address, found)] == places)
     places = [*map(address, compress(tensors, lie))]
     return lambda found: check(*found) and [*map(address, compress(found, lie))] == places
 

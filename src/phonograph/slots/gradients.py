@@ -12,8 +12,8 @@ from operator import is_
 
 import torch
 
-from .._torch.autograd import bump
 from .._torch.dynamic import Thing
+from .._torch.native import bump
 from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_id, use_count
 from ..errors import Refusal
 from ..guards.attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._torch.autograd import bump
+from .._torch.native import bump
 from .._torch.tensors import address
 from ..call.signature import Call
 from ..memory.pool import Fill, Pool, memory_of, unexpanded

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from .._torch.autograd import bump
+from .._torch.native import bump
 from .._torch.tensors import address
 from .column import Check, Column, Step
 
