@@ -181,8 +181,9 @@ def assert_as_the_inner_backend(make, device, **options):
     assert all(mine[-1] <= theirs[-1] for mine, theirs in zip(ours, frames, strict=True)), (
         "Dynamo has compiled something of ours"
     )
-    assert ours[-1] == ours[-4]
-    assert sum(pg.stats(g).replayed for g in graphs()) >= CALLS - 3
+    tried_anew = frames[-1] != frames[-4]  # by torch 2.15, in each call
+    assert (ours[-1] != ours[-4]) is tried_anew
+    assert sum(pg.stats(g).replayed for g in graphs()) >= CALLS - 3 or (tried_anew and not frames[-1][0])
 
 
 @pytest.mark.parametrize("update", UPDATES)

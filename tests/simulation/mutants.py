@@ -269,7 +269,9 @@ def tried(mutant: Mutant, known: Known, seconds: float) -> dict[str, Any]:
 
 
 def chosen(seed: str, known: Known, n: int, only: str) -> list[Mutant]:
-    every = [m for file, text in files().items() for m in mutants(file, text) if (file, m.line) in known.reaches and only in file]
+    every = [
+        m for file, text in files().items() for m in mutants(file, text) if (file, m.line) in known.reaches and only in file
+    ]
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for m in every:
         by_line.setdefault((m.file, m.line), []).append(m)
