@@ -14,7 +14,8 @@ import traceback
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import CodeType
+from functools import partial
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from ..python.loggers import levels
 from ..python.origin import BACKWARD
 from ..python.putting_back import put_back
 from ..python.read_gate import Reads
+from ..reads.readset import ReadSet
 from ..slots.fed_gradients import hands_on
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
@@ -265,6 +267,8 @@ class DryRun:
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
+        beyond, notes = prepared.beyond.reads, request.terms.placement.within is None
+        left_out = partial(_heard, beyond, self._untouched) if notes else self._untouched.left_out  # (which lead not back here)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -274,8 +278,11 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            watching_python(self._outer, heard, reach.caching, self._untouched.left_out, watch, None, variables) as listener,
+            beyond.noting(called) if notes else nullcontext(),
+            watching_python(self._outer, heard, reach.caching, left_out, watch, None, variables) as listener,
         ):
+            if notes:
+                beyond.profiled_by(sys.getprofile())
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)
             if tracing is not None and state:
@@ -399,6 +406,12 @@ class DryRun:
         staying = {key for g in self._prepared.grads.read() if g is not None for key in storages(g)}
         tensors = _tensors_in(_leaves_of(result))
         return [t for t in tensors if _is_plain(t) and storage_id(t) not in staying]
+
+
+def _heard(reads: ReadSet, untouched: Touches, frame: FrameType) -> Overlooked | Refusal | None:
+    """A function starts for the first time. What was overlooked of it."""
+    reads.started(frame)
+    return untouched.left_out(frame)
 
 
 def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:
