@@ -8,7 +8,7 @@
 #
 #   make lint     ruff, mypy, towncrier    make changelog    what is new since the last release
 #   make wheel    dist/*.whl               make docs         the documentation, as pages in site/
-#   make clean    forget all of it         make soak      faults, injected at random: SEED=1 SECONDS=600
+#   make clean    forget all of it         make soak      faults, and drawn programs: SEED=1 SECONDS=600
 #
 #   PYTHON=python3.12      another interpreter to start from
 #   PYTHON_ENV=system      no virtual environment: the packages that PYTHON already has, and ./src
@@ -58,7 +58,8 @@ test: $(call READY,test loops pipelines)
 	$(RUN) -m pytest $(OPTIONS) $(if $(SLOW),,-m "not slow") $(ARGS)
 
 soak: $(call READY,test)
-	$(RUN) -m tests.faults.run --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+	$(RUN) -m tests.faults.run --seconds $(SECONDS) --seed $(SEED)
+	$(RUN) -m tests.simulation.run --seconds $(SECONDS) --seed $(SEED) --jobs 2 $(ARGS)
 
 lint: $(call READY,test dev)
 	$(RUN) -m ruff check .

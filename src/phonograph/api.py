@@ -43,18 +43,18 @@ Results = str | Sequence[object]
 
 
 @overload
-def record(fn: M, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",  # type: ignore[overload-overlap]
+def record(fn: M, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "auto",  # type: ignore[overload-overlap]
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None) -> M: ...  # fmt: skip
 @overload
-def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",
+def record(fn: Callable[P, R], /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "auto",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,
            carry: Carry = (), shared: Names = (), results: Results = "stack") -> Recorded[P, R]: ...  # fmt: skip
 @overload
-def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "live",
+def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["auto", "live", "split", "error"] = "auto",
            outputs: Literal["keep", "borrow"] = "keep", verify: int = 0, audit: int = 4096, max_recordings: int = 16,
            max_bytes: int | None = None, name: str | None = None, keep: Literal["pays", "always"] = "pays",
            split_at: Iterable[object] = (), shapes: Shapes | None = None, steps: int | None = None,
@@ -78,13 +78,13 @@ def record(fn: object = None, /, **options: Any) -> object:
     Args:
         fn: the function, or a `torch.nn.Module`; without it, a decorator is returned.
         warmup: live calls of each signature before it is recorded.
-        fallback: what happens when a call cannot be recorded as a whole. ``"live"`` runs it. ``"split"`` records it in
-            segments: between them, operators run live that need the host. It is run where one of these gives another shape than
-            before, or a number by which the call goes on (``if mask.all():``, `GradScaler`) is another. Numbers that it only
-            hands on (``return loss.item()``) are read at its end. ``"auto"`` does that where it pays: a few calls run live to
-            time them, and unless replays are faster, or where too many calls begin again, all calls run live, with the reason.
-            It runs them with `verify` and `shapes`, and with several ranks. ``"error"`` raises `Unrecordable`. (Functions that
-            are marked `live` run between segments in any case.)
+        fallback: what happens when a call cannot be recorded as a whole. ``"auto"`` records it in segments: between them,
+            operators run live that need the host. It is run where one of these gives another shape than before, or a number by
+            which the call goes on (``if mask.all():``, `GradScaler`) is another. Numbers that it only hands on (``return
+            loss.item()``) are read at its end. That has to pay: a few calls run live to time them, and unless replays are
+            faster, or where too many calls begin again, all calls run live, with the reason. So they do with `verify` and
+            `shapes`, and with several ranks. ``"split"`` does the same, and measures only what `keep` asks for. ``"live"`` runs
+            it. ``"error"`` raises `Unrecordable`. (Functions that are marked `live` run between segments in any case.)
         split_at: with ``fallback="split"``, operators that run live between segments although they could be captured:
             ``"aten::sort"`` or ``torch.ops.mylib.op``, all overloads of it or one. For what must really run each time: an
             operator that counts on the host, for instance.
@@ -216,18 +216,45 @@ def check(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Findings:
 
 @ended_by
 def stats(f: object) -> Stats:
-    """What a recorded function or module did so far, as numbers."""
+    """Counts of what a recorded function or module did so far.
+
+    Args:
+        f: what `pg.record` has returned, or a module on which it was called.
+
+    Returns:
+        A `Stats`, which stays as it is when more calls come.
+
+    Raises:
+        TypeError: `f` is not recorded.
+
+    Example:
+        >>> import torch, phonograph as pg
+        >>> double = pg.record(lambda x: x * 2, keep="always")
+        >>> for _ in range(3):
+        ...     _ = double(torch.ones(3))
+        >>> pg.stats(double).live, pg.stats(double).replayed
+        (1, 2)
+    """
     look()
     return _recorded(f).stats()
 
 
 @ended_by
 def explain(f: object) -> Explanation:
-    """What a recorded function or module did so far and why, as text: its recordings, what each has cost and gives and why it
-    was made, what they rely on, and each reason for running live with the operator, your source line and the remedy.
+    """Text that says what a recorded function or module did so far, and why.
 
-    How long a call takes was measured on the first ones of a recording; later ones are not timed. On a GPU it is for how long a
-    call keeps the program: the longer of the host's time and the device's. A notebook shows it as a page.
+    It has the recordings: what each has cost and gives, why it was made, and what it relies on. And each reason for running
+    live, with the operator, your source line and the remedy. Times are of the first calls of a recording; later ones are not
+    timed. On a GPU a time is the longer of the host's and the device's.
+
+    Args:
+        f: what `pg.record` has returned, or a module on which it was called.
+
+    Returns:
+        An `Explanation`: ``print`` shows it, ``str`` makes text of it, a notebook shows it as a page.
+
+    Raises:
+        TypeError: `f` is not recorded.
     """
     look()
     return Explanation(_recorded(f).explain())
@@ -235,7 +262,7 @@ def explain(f: object) -> Explanation:
 
 @ended_by
 def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> Report:
-    """Write what all recorded functions of this process did so far as one HTML page, which loads nothing and runs no code.
+    """A page of HTML that says what all recorded functions of this process did so far. It loads nothing and runs no code.
 
     It has their calls and recordings, memory, each reason for running live with the lines of your source, and, for each
     recording, the modules that its operators come from. As a context manager it times the calls in its block besides, and
@@ -244,13 +271,16 @@ def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None
     function that is refused for good are counted, and not timed.
 
     Args:
-        path: the file.
+        path: the file. A page that is there is replaced at once, when the new one is whole.
         trace: a trace that `torch.profiler` has exported (`export_chrome_trace`) while recordings were played in this process.
             Of those in it the page has how long the device worked for each module. It is read when the page is written, if it
             is there by then: it may well be exported in the block.
 
+    Returns:
+        A `Report`, for ``with``.
+
     Raises:
-        OSError: the page cannot be written.
+        OSError: the page cannot be written. The old one stays.
         ValueError: the other file is no trace.
 
     Example:
@@ -267,8 +297,17 @@ def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None
 
 @ended_by
 def reset(f: object) -> None:
-    """Drop all recordings of a function and free their memory. Results that you hold stay valid. A module is no longer
-    recorded then. If there is no recording left, methods of torch's classes that were wrapped are torch's own again."""
+    """The end of all recordings of a function, whose memory is freed. Results that you hold stay valid.
+
+    A function is recorded anew from its next calls on. A module is no longer recorded then: its calls are its own again. If no
+    recording is left in the process, methods of torch's classes that were wrapped are torch's own again.
+
+    Args:
+        f: what `pg.record` has returned, or a module on which it was called.
+
+    Raises:
+        TypeError: `f` is not recorded.
+    """
     f = _what_is_recorded(f)
     recorded = _recorded(f)
     recorded.reset()

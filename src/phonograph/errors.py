@@ -22,8 +22,8 @@ class Unrecordable(PhonographError):
 
     Cause: something in the call needs the host while it runs (``.item()``), has a shape that depends on data
     (``nonzero``), or has an effect that a replay could not repeat (``print``). The message names the operator, your
-    source line and the remedy. With the default ``fallback="live"`` the same call runs for real instead and
-    `RunsLive` is warned once.
+    source line and the remedy. With the default ``fallback="auto"`` the same call is cut there, where that pays, or runs
+    for real and `RunsLive` is warned once.
     """
 
 
@@ -108,8 +108,16 @@ class Refusal(Exception):
     """Whether it stands in the way of cutting the call into segments, or of handing on numbers."""
 
     def __str__(self) -> str:
+        return self._said(self.remedy)
+
+    @property
+    def brief(self) -> str:
+        """One sentence, with one thing to do, which helps most often. `explain` has the others."""
+        return self._said(self.remedy.partition("; or ")[0])
+
+    def _said(self, remedy: str) -> str:
         place = f" at {self.where}" if self.where else ""
-        advice = f" ({self.remedy})" if self.remedy else ""
+        advice = f" ({remedy})" if remedy else ""
         code = code_of(self.reason)
         return f"{self.reason}{place}{advice}{f' [{code}]' if code else ''}"
 
@@ -117,10 +125,22 @@ class Refusal(Exception):
         """The same, as it is told to the user: with this line, if it has none of its own."""
         if self.where or not where:
             return self
-        told = copy.copy(self)
-        told.where = where
+        told = self.but(where=where)
         told.drop_references()
         return told
+
+    def but(self, **changes: object) -> Refusal:
+        """The same, but for these changes. (Its class may be made from something else than what it says.)"""
+        other = copy.copy(self)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    def __copy__(self) -> Refusal:
+        """(An exception is copied by its constructor, which is given what came by place alone.)"""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        return other
 
     def plain(self) -> Refusal:
         """What it says, and nothing else."""

@@ -24,7 +24,7 @@ class Options:
     """See `phonograph.record` for what each one does."""
 
     warmup: int = 1
-    fallback: Literal["auto", "live", "split", "error"] = "live"
+    fallback: Literal["auto", "live", "split", "error"] = "auto"
     outputs: Literal["keep", "borrow"] = "keep"
     verify: int = 0
     audit: int = 4096

@@ -14,15 +14,20 @@ logger = logging.getLogger("phonograph")
 
 @dataclass(frozen=True)
 class Stats:
-    """What a recorded function did so far. ``calls == live + replayed``, but for calls that raised.
+    """Counts of what a recorded function did so far. ``calls == live + replayed``, but for calls that raised.
 
-    `recorded` counts recordings made (not those kept), `replayed` calls answered by a recording, the one that was just
-    captured included; `refusals` maps reasons to the number of calls they made run live (a reason not to pad counts once);
-    `timed` of the live calls were made to find out whether a recording pays, and for no such reason;
-    `bytes_copied` are bytes of arguments copied into slots; `pool_bytes` is the memory that all recordings of the function's
-    devices share; `recording_seconds` were spent on captures, those that failed included (two `Stats` are equal whatever these
-    are); a call is `steps` steps of the function; `untried` are those live calls that were not tried, because an earlier one
-    like them was refused: of these it is not known whether they would have done what that one did.
+    Attributes:
+        calls: all calls.
+        live: calls that ran for real: to warm up, to be timed, or for one of the `refusals`.
+        recorded: recordings that were made, those that have gone included.
+        replayed: calls that a recording has answered, also the one in which that was made.
+        refusals: how many calls ran live for each reason. (A reason not to pad counts once.)
+        bytes_copied: bytes of arguments that were copied into the memory of recordings.
+        pool_bytes: bytes of memory that all recordings on the function's devices share.
+        recording_seconds: seconds that captures took, those that failed included. Not compared by ``==``.
+        steps: how many steps of the function a call is (`steps=`).
+        untried: live calls that were not tried, as an earlier one like them was refused. Not compared by ``==``.
+        timed: live calls that were made only to find out whether a recording pays.
     """
 
     calls: int = 0

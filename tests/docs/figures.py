@@ -1,18 +1,23 @@
 """Draw the figures of docs/how-it-works.md: the folders of the source and their imports, read from the code, and a call's way.
+And put the figures of the tests, from the committed results, into docs/trust.md.
 
-python -m tests.docs.figures          # writes docs/house.svg and docs/call.svg
+python -m tests.docs.figures          # writes docs/house.svg and docs/call.svg, and between the marks of docs/trust.md
 """
 
 from __future__ import annotations
 
 import ast
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from tests.unit.test_layers import IMPORTS, LAYERS, SOURCE
 
 DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = DOCS.parent / "benchmarks" / "results"
 STYLE = (
     "text{font-family:system-ui,sans-serif;fill:#333}.name{font-size:13px;font-weight:600}.note{font-size:11px;fill:#777}"
     ".box{fill:#eef2f7;stroke:#9db4d0}.hot{fill:#fbe9eb;stroke:#d1495b}.dot{fill:#6f93c1}.line{stroke:#9db4d0;fill:none}"
@@ -122,6 +127,92 @@ def _box(x: float, y: float, box: tuple[str, str, str], kind: str) -> Iterator[s
 FIGURES = {"house.svg": house, "call.svg": call}
 
 
+# -- what the tests have shown
+
+
+def results(*names: str) -> list[dict[str, Any]]:
+    """The results of these names that there are."""
+    paths = [RESULTS / f"{name}.json" for name in names]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+
+def table(head: list[str], rows: list[list[object]]) -> str:
+    lines = [head, ["---"] * len(head), *[[f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def device(result: dict[str, Any]) -> str:
+    name = result.get("hardware") or result["device"]
+    return f"CPU, torch {release(result)}" if result["device"] == "cpu" else f"{name}, torch {release(result)}"
+
+
+def release(result: dict[str, Any]) -> str:
+    return str(result["versions"]["torch"]).partition("+")[0]
+
+
+ENDS = {
+    "recorded and equal": ("recorded",), "not repeatable in eager": ("itself",), "other last digits": ("digits",),
+    "wrong": ("differs", "raises", "crashes"),
+}  # fmt: skip
+
+
+def operators() -> str:
+    """(A way that a member cannot be called in is no case.)"""
+    rows = list[list[object]]()
+    for result in results("operators_cpu", "operators_cuda"):
+        ended = Counter[str]()
+        for ways in result["members"].values():
+            for row in ways.values():
+                ended.update(row)
+        counts = [sum(ended[how] for how in each) for each in ENDS.values()]
+        tried = sum(ended.values()) - ended["none"]
+        rows.append([device(result), len(result["members"]), tried, *counts, tried - sum(counts)])
+    return table(["operators, modules and optimizers of torch", "members", "cases", *ENDS, "live"], rows)
+
+
+def random_programs() -> str:
+    kinds = {"fuzz": "operators", "fuzz_training": "training loops"}
+    found = [(what, result) for name, what in kinds.items() for result in results(f"{name}_cpu", f"{name}_cuda")]
+    rows = [[device(x), what, x["programs"], x["recordings"], x["replays"], x["failed"]] for what, x in found]
+    return table(["random programs", "of", "programs", "recordings", "replays", "failed"], rows)
+
+
+def reading_programs() -> str:
+    rows = list[list[object]]()
+    for result in results("reading_programs"):
+        kinds = [x for x in result["figures"].values() if isinstance(x, dict)]
+        ended = Counter[str]()
+        for kind in kinds:
+            ended.update(kind["what is changed"])
+        alarms = sum(len(kind["false alarms"]) for kind in kinds)
+        programs = sum(kind["programs"] for kind in kinds)
+        known = ("noticed", "runs live", "found by the audit")
+        rows.append(
+            [device(result), programs, *(ended[how] for how in known), programs - sum(ended[how] for how in known), alarms]
+        )
+    return table(
+        ["reading programs", "programs", "noticed at once", "run live", "found by the audit", "missed", "false alarms"], rows
+    )
+
+
+def faults() -> str:
+    return table(["injected faults", "faults", "failed"],
+                 [[device(x), x["trials"], len(x["found"])] for x in results("faults_cpu", "faults_cuda")])  # fmt: skip
+
+
+TRUST = {"operators": operators, "random": random_programs, "reading": reading_programs, "faults": faults}
+
+
+def filled(page: str) -> str:
+    """A page with these tables between their marks."""
+    for name, made in TRUST.items():
+        mark, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, _, rest = page.partition(mark)
+        page = f"{before}{mark}{made()}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
 if __name__ == "__main__":
     for name, draw in FIGURES.items():
         (DOCS / name).write_text(draw(), encoding="utf-8")
+    (DOCS / "trust.md").write_text(filled((DOCS / "trust.md").read_text(encoding="utf-8")), encoding="utf-8")

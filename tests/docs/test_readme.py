@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import phonograph as pg
 from phonograph.guards import module_epochs
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,15 +29,16 @@ def snippets() -> Iterator[pytest.ParameterSet]:
 
 
 @pytest.mark.parametrize(("page", "line", "code"), list(snippets()))
-def test_snippet_runs_by_itself(page: Path, line: int, code: str, tmp_path: Path) -> None:
+def test_snippet_runs_as_a_script(page: Path, line: int, code: str, tmp_path: Path) -> None:
+    """In a process of its own, as a reader runs it: with the real clock, by which recordings that do not pay are dropped."""
     for package in re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE):
         if package in PACKAGES:
             pytest.importorskip(package)
     script = tmp_path / f"{page.stem}_{line}.py"  # a real file, so that source lines can be found and quoted
     script.write_text("\n" * (line - 1) + code, encoding="utf-8")
-    runpy.run_path(str(script), run_name=script.stem)
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()  # it keeps what a snippet has compiled, and with it recordings
+    ended = forked.run(script, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "phonograph itself failed" not in ended.stderr
 
 
 def test_the_readme_is_short_and_shows_code_early() -> None:
@@ -83,6 +84,11 @@ def test_included_examples_exist() -> None:
     named = {name for page in PAGES for name in INCLUDE.findall(page.read_text(encoding="utf-8"))}
     assert named
     assert named <= {"CHANGELOG.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py"))}
+
+
+def test_the_reference_has_all_public_names() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    assert [name for name in pg.__all__ if not name.startswith("__") and f"::: phonograph.{name}\n" not in page] == []
 
 
 def test_limits_are_one_page() -> None:

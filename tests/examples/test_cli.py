@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from phonograph import __version__
-from phonograph.cli import console, doctor, gpt, main, tested
+from phonograph.cli import console, demo, doctor, gpt, main, tested
 from phonograph.cli.race import Outcome, race
 from tests import forked
 
@@ -68,6 +71,17 @@ def test_race_finds_a_single_wrong_bit() -> None:
     assert not outcome.weights_equal
 
 
+def test_demo_ends_in_time_and_compares_what_it_has_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_SECONDS", 0.0)
+    status, report = run_json(capsys, "demo", "--device", "cpu")
+    (digits,) = report["training"]
+    assert status == 0
+    assert digits["steps"] == 25
+    assert digits["last_loss"] > 0
+
+
 @pytest.mark.parametrize("rich", [True, False])
 def test_tables_need_no_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rich: bool) -> None:
     monkeypatch.setattr(console, "HAVE_RICH", rich and console.HAVE_RICH)
@@ -84,10 +98,43 @@ def test_a_device_that_is_not_there_is_told_and_exits_2(capsys: pytest.CaptureFi
 
 
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"phonograph {__version__}\n"
+    assert run(capsys, "--version") == (0, f"phonograph {__version__}\n")
+
+
+def with_torch(folder: Path, release: str | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command where torch is missing, or of another release."""
+    start = "import sys; from phonograph.cli import main; sys.exit(main(sys.argv[1:]))"
+    if release is None:
+        start = f"import sys; sys.modules['torch'] = None; {start}"
+        metadata = "import importlib.metadata as m; from unittest.mock import patch"
+        missing = "patch('phonograph.cli.without_torch._torch', lambda: None).start()"
+        start = start.replace("from phonograph", f"{metadata}; {missing}; from phonograph")
+    else:
+        (folder / "torch").mkdir(exist_ok=True)
+        (folder / "torch" / "__init__.py").write_text(f"__version__ = {release!r}\n")
+        (folder / f"torch-{release}.dist-info").mkdir(exist_ok=True)
+        (folder / f"torch-{release}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {release}\n")
+    env = {**forked.environment(), "PYTHONPATH": f"{folder}{os.pathsep}{forked.environment()['PYTHONPATH']}"}
+    return subprocess.run([sys.executable, "-c", start, *arguments], env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [(None, "torch is not installed: pip install"), ("2.1.0", f"needs torch {tested.RELEASES[0]} or newer")],
+)
+def test_a_machine_without_the_torch_that_it_needs(tmp_path: Path, release: str | None, said: str) -> None:
+    """The version is told all the same; doctor finds what is wrong; other commands say it in a line."""
+    lines = ("--version", "doctor", "doctor --json", "check x.py")
+    version, told, found, other = (with_torch(tmp_path, release, *line.split()) for line in lines)
+    assert (version.returncode, version.stdout) == (0, f"phonograph {__version__}\n")
+    assert (told.returncode, found.returncode, other.returncode) == (1, 1, 2)
+    assert "does NOT work" in told.stdout
+    (row,) = [row for row in json.loads(found.stdout)["findings"] if row["status"] == "problem"]
+    assert (row["what"], row["value"]) == ("torch", release or "missing")
+    assert said in row["meaning"]
+    assert other.stderr.startswith("phonograph: ")
+    assert said in other.stderr
+    assert other.stderr.count("\n") == 1
 
 
 def test_without_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,21 +116,30 @@ def house() -> dict[str, object]:
 # ---- a trial -------------------------------------------------------------------------------------
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Those that draw where nobody names one."""
+    return [torch.default_generator, *(torch.cuda.default_generators if device.type == "cuda" else ())]
+
+
 class Side:
     """A program with generators of its own."""
 
     def __init__(self, name: str, device: torch.device, record: Any) -> None:
         self.program: Program = PROGRAMS[name](device, record)
-        self.generator, self.python = torch.Generator().manual_seed(1).get_state(), random.Random(1).getstate()
+        self.device = device
+        self.generators = [torch.Generator(g.device).manual_seed(1).get_state() for g in generators_of(device)]
+        self.python = random.Random(1).getstate()
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        torch.set_rng_state(self.generator)
+        default = generators_of(self.device)
+        for generator, state in zip(default, self.generators, strict=True):
+            generator.set_state(state)
         random.setstate(self.python)
         try:
             yield
         finally:
-            self.generator, self.python = torch.get_rng_state(), random.getstate()
+            self.generators, self.python = [generator.get_state() for generator in default], random.getstate()
 
     def call(self, k: int) -> Any:
         with self.drawing():
@@ -138,7 +147,7 @@ class Side:
 
     def state(self) -> list[Any]:
         """All but gradients."""
-        return [*self.program.state(), self.generator.clone(), self.python]
+        return [*self.program.state(), *self.generators, self.python]
 
     def whole(self) -> list[Any]:
         return [*self.state(), *self.program.gradients()]

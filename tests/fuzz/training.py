@@ -461,7 +461,7 @@ class Machine:
     def _record(self, i: int) -> None:
         if self.eager is not None:
             model = self.program.models[i]
-            fallback: Any = "split" if self.program.split else "live"
+            fallback: Any = "split" if self.program.split else "auto"
             pg.record(self.nets[i], warmup=model.warmup, max_recordings=model.max_recordings, fallback=fallback)
             self.recorded.append(pg.api._recorded(self.nets[i]))
 

@@ -1,13 +1,15 @@
-"""Addresses of a graph's copies are put into the graph where they are others than last time; what captures forbid is allowed
-for a moment only. (No GPU is asked.)
+"""Addresses of a graph's copies, and numbers in its kernels, are put into the graph where they are others than last time; what
+captures forbid is allowed for a moment only. (No GPU is asked.)
 """
 
+import ctypes
+import struct
 from types import SimpleNamespace
 
 import pytest
 
 from phonograph.devices.cuda import driver
-from phonograph.devices.cuda.driver import DriverError, Pointers
+from phonograph.devices.cuda.driver import DriverError, KernelNumbers, Pointers
 from phonograph.devices.cuda.graph_work import work_of
 
 
@@ -56,6 +58,63 @@ def test_after_a_failure_all_is_put_again():
     made.set([48, 64])
     assert one.put == [[48], [48]]
     assert other.put == [[64], [64]]
+
+
+RATE, CORRECTION = 0.40625000123, 0.71875000321
+
+
+def numbers_in(monkeypatch, **kernels):
+    """Numbers in kernels, each with parameters of these bytes; and what was put into the graph, by kernel."""
+    puts, codes = {name: [] for name in kernels}, dict.fromkeys(kernels, 0)
+
+    class Kernel:
+        def __init__(self, node):
+            self.node, self.buffers = node, [ctypes.create_string_buffer(b, len(b)) for b in kernels[node]]
+
+        def putter(self, graph_exec):
+            def put():
+                puts[self.node].append([b.raw for b in self.buffers])
+                return codes[self.node]
+
+            return put
+
+    monkeypatch.setattr(driver, "_Kernel", Kernel)
+    monkeypatch.setattr(driver, "kind", lambda node: driver.KERNEL)
+    return KernelNumbers(7, [*kernels], {RATE: 0.0, CORRECTION: 0.0}), puts, codes
+
+
+def test_numbers_that_stand_are_not_set_again(monkeypatch):
+    many = struct.pack("3f", *[CORRECTION] * 3)  # a kernel for three parameters has one for each
+    made, puts, _ = numbers_in(
+        monkeypatch, a=[b"1234", struct.pack("f", -RATE) + many], b=[struct.pack("d", CORRECTION)], c=[b"12345678"]
+    )
+    assert made.found == {RATE, CORRECTION}
+    rate = 0.25
+    made.set({RATE: rate, CORRECTION: 0.5})
+    assert puts == {"a": [[b"1234", struct.pack("4f", -0.25, 0.5, 0.5, 0.5)]], "b": [[struct.pack("d", 0.5)]], "c": []}
+    made.set({RATE: rate, CORRECTION: 0.5 + 0.0})
+    made.set({RATE: 0.125 * 2, CORRECTION: 1.0 / 2.0})  # equal numbers, in other objects
+    assert (len(puts["a"]), len(puts["b"])) == (1, 1)
+    made.set({RATE: rate, CORRECTION: 0.5 + 2**-40})  # which a float32 does not tell from 0.5
+    assert puts["a"][1:] == []
+    assert puts["b"][1:] == [[struct.pack("d", 0.5 + 2**-40)]]
+    made.set({RATE: -0.0, CORRECTION: 0.5})
+    made.set({RATE: 0.0, CORRECTION: 0.5})  # which is not the same
+    assert [data[-1][:4] for data in puts["a"][1:]] == [struct.pack("f", 0.0), struct.pack("f", -0.0)]
+
+
+def test_after_a_failure_all_numbers_are_set_again(monkeypatch):
+    made, puts, codes = numbers_in(monkeypatch, a=[struct.pack("f", RATE)], b=[struct.pack("f", CORRECTION)])
+    numbers = {RATE: 0.25, CORRECTION: 0.5}
+    codes["b"] = 1
+    with pytest.raises(DriverError):
+        made.set(numbers)
+    codes["b"] = 0
+    made.set(numbers)
+    assert puts["a"] == [[struct.pack("f", 0.25)]] * 2
+    assert puts["b"] == [[struct.pack("f", 0.5)]] * 2
+    made.set(numbers)
+    assert (len(puts["a"]), len(puts["b"])) == (2, 2)
 
 
 @pytest.mark.parametrize("before", [0, 1, 2], ids=["global", "thread_local", "relaxed"])

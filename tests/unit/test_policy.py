@@ -389,3 +389,19 @@ def test_c13_a_replay_that_was_torn_is_remembered():
     for torn in ("writes what one was given before it", ""):
         f.backoff.diverged(history, key, diverged(decided=False, torn=torn))
         assert history.divergence.torn
+
+
+def _kinds(kind=Refusal):
+    return [kind, *(one for below in kind.__subclasses__() for one in _kinds(below))]
+
+
+@pytest.mark.parametrize("kind", _kinds())
+def test_c11_a_reason_that_is_refined_can_be_told_again(kind):
+    """It may have been made from something else than its words, or by names alone."""
+    first = kind.__new__(kind)
+    vars(first).update(vars(Refusal(reason="needs the host", remedy="leave it out")), site=3)
+    other = first.but(failed=True)
+    again = other.at("here.py:1")
+    assert (type(again), again.failed, again.where, again.remedy, again.site) == (kind, True, "here.py:1", "leave it out", 3)
+    assert (first.failed, first.where, other.where) == (False, "", "")
+    assert str(again).startswith("needs the host at here.py:1")

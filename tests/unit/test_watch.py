@@ -5,11 +5,17 @@ import sys
 import weakref
 
 import torch
+import torch._dynamo.eval_frame
 
 import phonograph as pg
+from phonograph._torch.dynamo import ran_compiled
+from phonograph.aten.autocast import Casts
 from phonograph.capture.breaks import Break
 from phonograph.capture.dispatch import OperatorWatch
+from phonograph.capture.followed_counts import FollowedCounts
 from phonograph.capture.live_results import Form
+from phonograph.devices.cpu.device import CpuDevice
+from phonograph.guards import attribute_effects
 from phonograph.guards.reachable import Reach
 
 
@@ -57,3 +63,90 @@ def test_what_a_segment_has_launched_is_known_at_its_end():
     watch.interrupt(Break(Form(torch.ops.aten.nonzero.default, None, ()), None, [], ""), "live", [], [], [])
     assert [*map(list, watch.unnamed)] == [[4]]
     assert [*map(list, watch.origins.unnamed(1))] == [[0]]
+
+
+def trained(count):
+    """A training step of so many parameters and operators, a rate of which is followed."""
+    weights = torch.nn.ParameterList([torch.ones(4) for _ in range(count)])
+    optimizer = torch.optim.SGD(weights.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    def step(x):
+        optimizer.zero_grad()
+        for w in weights:
+            x = torch.tanh(x * w)
+        x.sum().backward()
+        optimizer.step()
+        return x.detach()
+
+    return step
+
+
+def counted(monkeypatch, owner, name, result=len):
+    """Where calls of a function are counted from now on: what `result` makes of their arguments."""
+    plain, calls = getattr(owner, name), []
+
+    def counting(*args, **kwargs):
+        calls.append(result(args))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
+
+
+def first_recording(step):
+    recorded = pg.record(step, warmup=1)
+    for _ in range(2):
+        recorded(torch.ones(4))
+    assert pg.stats(recorded).recorded == 1
+    return recorded
+
+
+def test_a_first_recording_runs_the_call_once_in_a_capture(monkeypatch):
+    captures = counted(monkeypatch, CpuDevice, "capture")
+    first_recording(trained(3))
+    assert len(captures) == 1
+
+
+def test_an_operators_arguments_are_searched_for_followed_numbers_only_where_all_its_tensors_stay_the_same(monkeypatch):
+    """(Nothing comes of the search where one of them is another in each replay: most operators work on what the call made.)"""
+    searched = counted(monkeypatch, FollowedCounts, "stands_among")
+    calls = []
+    for count in (4, 24):
+        searched.clear()
+        first_recording(trained(count))
+        calls.append(len(searched))
+    assert calls[0] == calls[1]
+
+
+def test_an_operator_gets_a_context_only_where_what_it_calls_goes_another_way(monkeypatch):
+    contexts = counted(monkeypatch, Casts, "as_called")
+    first_recording(trained(3))
+    assert not contexts
+
+    def called_whole(x):  # as torch shows it to a mode in inference mode
+        with torch.inference_mode():
+            return torch.matmul(x.view(2, 2), x.view(2, 2)).clone()
+
+    first_recording(called_whole)
+    assert contexts
+
+
+def test_a_list_is_compared_once_and_not_for_each_of_its_elements(monkeypatch):
+    compared = counted(monkeypatch, attribute_effects, "_is_same")
+    calls = []
+    for count in (4, 24):
+        compared.clear()
+        first_recording(trained(count))
+        calls.append(len(compared))
+    assert calls[0] == calls[1]
+
+
+def test_code_that_ran_is_known_by_its_identity(monkeypatch):
+    """The hash of a code object goes through all its instructions."""
+
+    class Code:
+        __hash__ = None
+
+    assert not ran_compiled([Code()])
+    compiled = torch._dynamo.eval_frame._TorchDynamoContext.__call__.__code__
+    assert ran_compiled([Code(), compiled])

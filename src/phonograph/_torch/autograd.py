@@ -46,6 +46,7 @@ __all__ = [
     "selected_anew",
     "set_version",
     "share_version",
+    "takes_no_gradient",
     "unseen_by_checkpoint",
     "version_of",
     "view_like",
@@ -95,6 +96,15 @@ def made_as(view: torch.Tensor) -> str:
     Python. Of one of several (the halves of `chunk`) it says no more than of others."""
     noted = "" if _creation is None else _creation(view).name
     return "DEFAULT" if noted == "MULTI_OUTPUT_NODE" else noted
+
+
+def takes_no_gradient(t: torch.Tensor) -> bool:
+    """Whether a tensor says that it requires a gradient and autograd gives it none: a view of a leaf, made in `no_grad`."""
+    if not (t.requires_grad and t.is_leaf and t._is_view()):
+        return False
+    with torch.enable_grad():
+        node = t.view_as(t).grad_fn
+    return node is not None and node.next_functions[0][0] is None
 
 
 @cache

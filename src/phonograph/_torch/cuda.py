@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -104,9 +104,10 @@ class _Route(NamedTuple):
         of = "" if everything else "CurrentThread" if self.all_streams else "CurrentStream"
         _c(f"_cuda_beginAllocate{of}ToPool")(self.device, self.pool)
 
-    def end(self) -> None:
-        _c("_cuda_endAllocateToPool")(self.device, self.pool)
-        _c("_cuda_releasePool")(self.device, self.pool)
+    def ends(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """What is to be called at its end, in turn. Neither is a function of Python's, whose start could be interrupted."""
+        place = self.device, self.pool
+        return partial(_c("_cuda_endAllocateToPool"), *place), partial(_c("_cuda_releasePool"), *place)
 
     def retake(self) -> None:
         """Begin in the place of the way that torch has made, for a pool that it holds."""
@@ -123,13 +124,15 @@ def route_to_pool(device: int, pool: Handle, *, all_streams: bool = False, all_t
     """Allocations on the current stream come from `pool`, also those that autograd's threads make on it; or those of this
     thread on `all_streams`; or of `all_threads` on all streams. (There is one such way to a pool at a time.)"""
     route = _Route(device, pool, raw_stream(device), all_streams, all_threads)
+    stop, release = route.ends()
     route.begin()
     _routes.append(route)
     try:
         yield
     finally:
         _routes.remove(route)
-        route.end()
+        stop()
+        release()
 
 
 def route_by_stream(device: int, pool: Handle) -> None:
@@ -156,8 +159,8 @@ def measure_outside_of_pools() -> None:
     @wraps(bench)
     def outside(*args: object, **kwargs: object) -> object:
         mine = [route for route in _routes if route.stream == raw_stream(route.device)]
-        for route in mine:
-            route.end()
+        for end in [end for route in mine for end in route.ends()]:
+            end()
         try:
             return bench(*args, **kwargs)
         finally:

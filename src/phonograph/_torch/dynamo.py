@@ -192,7 +192,7 @@ def ran_compiled(ran: Iterable[CodeType]) -> bool:
     if dynamo is None:
         return False
     contexts = getattr(dynamo, "_TorchDynamoContext", None)
-    return contexts is None or not _within(contexts.__call__.__code__).isdisjoint(ran)
+    return contexts is None or not _within(contexts.__call__.__code__).isdisjoint(map(_identity, ran))
 
 
 @contextmanager
@@ -210,8 +210,12 @@ def tells_of_compilation(notice: Callable[[], None]) -> Iterator[None]:
             handler.remove_start_callback(heard)
 
 
-def _within(code: CodeType) -> set[CodeType]:
-    return {code}.union(*(_within(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+_identity: Callable[[object], int] = object.__hash__  # (a code's own goes through all its instructions)
+
+
+def _within(code: CodeType) -> set[int]:
+    """The identities of this code and of all that is in it."""
+    return {_identity(code)}.union(*(_within(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 _LAUNCHERS = ("/torch/_inductor/runtime/", "/triton/runtime/")  # the folders of code that calls functions which launch kernels

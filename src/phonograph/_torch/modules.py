@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FrameType
 
 import torch
@@ -205,6 +206,10 @@ def parametrizations_are_cached() -> bool:
     return bool(getattr(sys.modules.get("torch.nn.utils.parametrize"), "_cache_enabled", False))
 
 
+_mha, _FAST = vars(torch.backends.mha), "_is_fastpath_enabled"
+_is_fast: Callable[[], object] = partial(_mha.get, _FAST) if _FAST in _mha else torch.backends.mha.get_fastpath_enabled
+
+
 def module_settings() -> tuple[object, ...]:
     """Settings of torch's that its modules ask for: `parametrize.cached()`, and attention's fast path."""
-    return parametrizations_are_cached(), torch.backends.mha.get_fastpath_enabled()
+    return parametrizations_are_cached(), _is_fast()

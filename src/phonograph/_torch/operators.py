@@ -28,6 +28,7 @@ __all__ = [
     "is_composite",
     "is_higher_order",
     "is_missing",
+    "numbers_in_place_of_tensors",
 ]
 
 
@@ -79,3 +80,14 @@ def carried_out(func: HigherOrderOperator, args: Sequence[object], kwargs: dict[
 def is_missing(e: NotImplementedError) -> bool:
     """Whether it is torch's that such an operator has no code."""
     return "could not find kernel for HigherOrderOperator" in str(e)
+
+
+_takes_numbers: Callable[[str], bool] = getattr(torch._C, "_should_allow_numbers_as_tensors", lambda name: True)
+
+
+def numbers_in_place_of_tensors(func: OpOverload, args: Sequence[object]) -> list[int]:
+    """Where an operator is given a number and takes none. Torch hands on to modes, as a number, the tensor that it has made of
+    one; many operators make it one again, and the others fail, which they do not where no mode looks on."""
+    found = [i for i, x in enumerate(args) if isinstance(x, (bool, int, float, complex))]
+    found = [i for i in found if str(func._schema.arguments[i].type) == "Tensor"]
+    return found if found and not _takes_numbers(func._schema.name.partition("::")[2]) else []

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import add, lt, mul
 
 import torch
 import torch.backends.mha
@@ -20,6 +21,7 @@ __all__ = [
     "TensorBase",
     "address",
     "alias",
+    "any_freed",
     "are_fake",
     "behind",
     "copy_all",
@@ -27,6 +29,7 @@ __all__ = [
     "has_memory",
     "inner_names",
     "is_freed",
+    "is_leaf",
     "is_ordinary",
     "is_shape",
     "is_valueless",
@@ -38,6 +41,7 @@ __all__ = [
     "neg_view",
     "owners",
     "say_themselves",
+    "says_history",
     "storage_at",
     "storage_id",
     "tensor_check",
@@ -70,6 +74,7 @@ alias: Callable[[Private], torch.Tensor] = torch._C.TensorBase.data.__get__  # t
 """`Tensor.data`: another tensor on the same memory, with a version of its own. The cheapest way to make one."""
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 def _gives_storage(t: torch.Tensor) -> bool:
@@ -92,12 +97,50 @@ def is_ordinary(t: torch.Tensor) -> bool:
     return type(t) in _ORDINARY
 
 
+def is_leaf(t: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf. Of a view that was made without gradients, and whose base was written since, torch does not
+    say what it is, but raises: it is none."""
+    try:
+        return t.is_leaf
+    except RuntimeError:
+        return False
+
+
+def says_history(t: torch.Tensor) -> bool:
+    """Whether torch says where a tensor comes from (`is_leaf`)."""
+    try:
+        t.grad_fn  # noqa: B018
+    except RuntimeError:
+        return False
+    return True
+
+
 def is_freed(t: torch.Tensor) -> bool:
     """Whether some of the memory in which a tensor's elements would lie was given back, as by `resize_(0)` of its storage."""
-    if not t.numel():
-        return False
-    last = t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return t.untyped_storage().nbytes() < (last + 1) * t.itemsize
+    return bool(t.numel()) and t.untyped_storage().nbytes() < t.storage_offset() * t.itemsize + _extent(t)
+
+
+def any_freed(like: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """The same of tensors with the shapes, strides and types of these, all together: a function in which no line of Python runs
+    for each."""
+    sizes = [t.itemsize if t.numel() else 0 for t in like]
+    extents = [_extent(t) if t.numel() else 0 for t in like]
+
+    def any_is(tensors: Sequence[torch.Tensor]) -> bool:
+        ends = map(add, map(mul, map(_offset, tensors), sizes), extents)
+        return any(map(lt, map(_nbytes, map(_storage, tensors)), ends))
+
+    return any_is
+
+
+def _extent(t: torch.Tensor) -> int:
+    """The bytes from the first element of a tensor to its last."""
+    return t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+
+
+_offset: Callable[[torch.Tensor], Private] = torch.Tensor.storage_offset
+_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
+_nbytes: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -108,14 +151,16 @@ def storage_id(t: torch.Tensor) -> int:
 def has_memory(t: torch.Tensor) -> bool:
     """Whether a tensor is memory with a shape, and nothing else: to be asked before that memory is asked for, which raises
     where there is none. Not so: what `kind_of` names."""
-    if type(t) in _ORDINARY:
-        return _lies_somewhere(t)
+    if type(t) in _ORDINARY:  # (written out: this is asked of each tensor time and again)
+        if not _has_storage(t) or t.layout is not _STRIDED or t.is_nested or t.is_quantized or t.is_meta:
+            return False
+        return not (is_zero(t) or _is_functional(t))
     with torch._C.DisableTorchFunctionSubclass():  # what its class makes of such questions is not asked
         return not torch.nn.parameter.is_lazy(t) and _lies_somewhere(t) and _has_address(t)
 
 
 def _lies_somewhere(t: torch.Tensor) -> bool:
-    if not _has_storage(t) or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
+    if not _has_storage(t) or t.layout is not _STRIDED or t.is_nested or t.is_quantized or t.is_meta:
         return False
     return not (is_zero(t) or _is_functional(t))
 

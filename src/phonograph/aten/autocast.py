@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from .._torch.autograd import backward_id
-from .._torch.dynamic import Private, Reading
+from .._torch.dynamic import Args, Kwargs, Private, Reading
 from .._torch.modes import autocast_is_on, following_views
 from .operators import Meaning
 
@@ -125,6 +125,14 @@ class Casts:
             yield
         finally:
             kind.__enter__, kind.__exit__ = begin, end
+
+    @classmethod
+    def called(cls, m: Meaning, then: tuple[object, ...], func: Callable[..., Private], args: Args, kwargs: Kwargs) -> Private:
+        """What an operator gives that is called so."""
+        if not then and not (m.calls and torch.is_inference_mode_enabled()):  # as most are
+            return func(*args, **kwargs)
+        with cls.as_called(m, then):
+            return func(*args, **kwargs)
 
     @classmethod
     @contextmanager

@@ -22,9 +22,9 @@ from ..python.origin import in_package
 from ..values.wording import MARKED, source_of
 from .collectives import COLLECTIVES, communicates
 
-__all__ = ["MASKED", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check", "constant", "made_integers",
-           "meaning", "operands", "reaches_beside", "read_on_host", "reads_value", "remedy", "tensors_in", "written_by",
-           "written_one_by_one"]  # fmt: skip
+__all__ = ["MASKED", "NO_TENSORS", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check",
+           "constant", "made_integers", "meaning", "operands", "reaches_beside", "read_on_host", "reads_value", "remedy",
+           "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -109,6 +109,9 @@ _METADATA = {f"aten::{name}" for name in (
 )}  # fmt: skip
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
+NO_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device})
+"""Classes of what most of an operator's other arguments are: to be asked for first, for whether something is a tensor takes
+longer where it is none."""
 _TORCHS = {"aten", "prims", "prim", "profiler", "inductor", "quantized", "c10d", "_c10d_functional", "c10d_functional",
            "_c10d_functional_autograd", "fsdp"}  # fmt: skip
 _COPIES = {"aten::_to_copy", "aten::copy_"}
@@ -152,6 +155,11 @@ _REMEDIES_THERE = {
     "(x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()",
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
+_AS_NUMBER = ".item()", "float(", "int("
+_AS_TENSOR = (
+    "return the tensor and read it outside, or use the tensor itself; or keep the value on the device: torch.where, pg.cond, "
+    'masked arithmetic, x[i.view(1)] where i has no dimensions; or fallback="split", if the value is most often the same'
+)
 _IN_PACKAGE = (
     "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights); or "
     'record the model alone; or fallback="split", if the value is most often the same'
@@ -171,13 +179,15 @@ def meaning(func: OpOverload) -> Meaning:
 
 def _meaning(func: OpOverload) -> Meaning:
     schema, tags = func._schema, func.tags
-    writes = tuple(i for i, a in enumerate(schema.arguments) if not a.kwarg_only and a.alias_info and a.alias_info.is_write)
-    named = frozenset(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    arguments = schema.arguments  # made anew each time that they are asked for
+    written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    writes = tuple([i for i, a in written if not a.kwarg_only])
+    named = frozenset([a.name for _, a in written])
     reads_host = torch.Tag.data_dependent_output in tags or schema.name in _READS_HOST or _answers_from_data(func)
     shape_from_data = torch.Tag.dynamic_output_shape in tags or _is_nonzero(schema)
     writes += _UNDECLARED_WRITES.get(schema.name, ())
     writes += COLLECTIVES[schema.name].writes if schema.name in COLLECTIVES else ()
-    random = torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in schema.arguments}
+    random = torch.Tag.nondeterministic_seeded in tags and "philox_seed" not in {a.name for a in arguments}
     compiled, others = schema.name.startswith("aten::"), schema.name.split("::")[0] not in _TORCHS
     far = communicates(schema.name)
     return Meaning(
@@ -195,17 +205,15 @@ def _meaning(func: OpOverload) -> Meaning:
         constant=schema.name in _CONSTANT,
         converts=schema.name in _CONVERTING,
         copies=schema.name in _COPIES,
-        resizes=bool(named) and (not compiled or any(map(_may_be_resized, schema.arguments))),
+        resizes=bool(named) and (not compiled or any(_may_be_resized(a) for _, a in written)),
         plain=not (writes or named or random or far or schema.name == "aten::as_strided"),
         calls=calls_others(func),
     )
 
 
 def _may_be_resized(argument: Private) -> bool:
-    """Whether a torch operator may give an argument that it writes another size: `out`, and minima and maxima so far, and no
-    operand that it works on in place, or a list of those."""
-    if argument.alias_info is None or not argument.alias_info.is_write:
-        return False
+    """Whether a torch operator may give this argument, which it writes, another size: `out`, and minima and maxima so far, and
+    no operand that it works on in place, or a list of those."""
     return argument.kwarg_only or not (argument.name == "self" or str(argument.type).startswith("List"))
 
 
@@ -243,6 +251,8 @@ def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Te
     """The tensors among an operator's arguments, in order."""
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in NO_TENSORS:
+            continue
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
@@ -355,6 +365,8 @@ def reads_value(name: str = _READS_NUMBER, said: Callable[[str], str] = source_o
     otherwise = remedy(name) or "return the tensor and read it outside the recorded function"
     if name == _READS_NUMBER and in_package():
         otherwise = _IN_PACKAGE
+    elif name == _READS_NUMBER and any(part in reader for part in _AS_NUMBER):
+        otherwise = _AS_TENSOR
     there = (advice for part, advice in _REMEDIES_THERE.items() if part in reader)
     return Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise))
 

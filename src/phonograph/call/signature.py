@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from .._torch.autograd import saved_tensors_hooks
+from .._torch.autograd import saved_tensors_hooks, takes_no_gradient
 from .._torch.dynamic import Leaves, Reading, Thing
 from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
 from .._torch.settings import fp32_precision, kept_settings, kernel_getters, kernel_setter, state_guard
-from .._torch.tensors import has_memory, is_freed, is_shape, kind_of
+from .._torch.tensors import has_memory, is_freed, is_leaf, is_shape, kind_of, says_history
 from ..aten.autocast import USED_WHEN_ON, autocast, set_autocast
 from ..memory.loans import Borrowed, plain
 from ..memory.pool import copy_of
@@ -205,8 +205,8 @@ def _has_own(leaf: object, recurring: RecurringObjects) -> bool:
     """Whether a tensor goes into the key by its identity, as a parameter does: a leaf with a gradient or hooks, or a traceable
     wrapper subclass that is a parameter or requires a gradient."""
     if type(leaf) is torch.Tensor:
-        return leaf.is_leaf and has_gradient_or_hooks(leaf) and recurring.hold(leaf)
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_leaf or not consists_of_parts(leaf):
+        return is_leaf(leaf) and has_gradient_or_hooks(leaf) and recurring.hold(leaf)
+    if not isinstance(leaf, torch.Tensor) or not is_leaf(leaf) or not consists_of_parts(leaf):
         return False
     return (leaf.requires_grad or isinstance(leaf, torch.nn.Parameter)) and recurring.hold(leaf)
 
@@ -241,11 +241,16 @@ def tensor_key(t: torch.Tensor) -> tuple[object, ...]:
         raise NoSignature(f"takes {kind_of(t)}", _instead_of(t))
     if t.__dict__ and type(t) is torch.Tensor and attributes(t):
         raise NoSignature("takes a tensor with attributes of its own", "pass t.view_as(t), and the attributes by themselves")
+    if not is_leaf(t) and not says_history(t):
+        raise NoSignature("takes a view made without gradients, whose base was written since", "pass a clone of it")
     if type(t) is torch.Tensor and has_gradient_or_hooks(t):
         raise NoSignature("takes a tensor that has a gradient or hooks", "pass the same leaf tensor each time, or a view of it "
                           "(t.view_as(t))")  # fmt: skip
     if t.is_inference() and t.requires_grad:
         raise NoSignature("takes an inference tensor that requires grad", "pass it detached: t.detach()")
+    if takes_no_gradient(t):
+        raise NoSignature("takes a view of a leaf that was made in no_grad, and to which autograd gives no gradient",
+                          "pass it detached: t.detach()")  # fmt: skip
     if t.is_conj() or t.is_neg():
         raise NoSignature("takes a tensor that is conjugated or negated when it is read", "pass t.resolve_conj().resolve_neg()")
     if is_freed(t):

@@ -41,9 +41,12 @@ class CallMemory:
         """What has come (Ctrl-C) just when the call was to be told that a storage has gone."""
         self._made = 0  # storages that the call has made
         self._gone = _forgetting(weakref.ref(self))
+        self._outside_at: dict[int, list[torch.Tensor]] = {}
         for name, t in reach.tensors.values():
             if has_memory(t):
-                self.known.setdefault(storage_id(t), name)
+                key = storage_id(t)
+                self.known.setdefault(key, name)
+                self._outside_at.setdefault(key, []).append(t)
         for name, t in reach.all_tensors:
             for part in parts(t.grad) if t.is_leaf and t.grad is not None else ():
                 self._born(part, f"{name}.grad")

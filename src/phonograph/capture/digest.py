@@ -73,7 +73,13 @@ class Digest:
         if self._dials is None:
             return  # what the capture itself does when the call is over
         self._add(
-            m.name, (identity(func), self._said(args), self._said(kwargs), self._constant(args[0]) if m.constant else None)
+            m.name,
+            (
+                identity(func),
+                [*map(self._said, args)],
+                self._said(kwargs) if kwargs else None,
+                self._constant(args[0]) if m.constant else None,
+            ),
         )
 
     def note_graph(self, graph: object) -> None:
@@ -103,15 +109,17 @@ class Digest:
 
     def _said(self, v: Any) -> object:
         kind = type(v)
+        if kind is torch.Tensor:
+            return self._tensor(v)
         if kind is float:
             formula = self._dials.formulas.get(v) if self._dials else None
             return v if formula is None else self._followed(formula)
         if kind in _AS_THEY_ARE:
             return v
+        if isinstance(v, (list, tuple)):
+            return [*map(self._said, v)]
         if isinstance(v, torch.Tensor):
             return self._tensor(v)
-        if isinstance(v, (list, tuple)):
-            return [self._said(x) for x in v]
         if isinstance(v, dict):
             return [(self._said(k), self._said(x)) for k, x in v.items()]
         return str(v) if isinstance(v, _NAMED) else kind.__qualname__

@@ -23,7 +23,15 @@ import torch
 from .._torch.dynamic import Args, Kwargs, Leaves, Thing
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, without_modes
-from .._torch.operators import HigherOrderOperator, OpOverload, carried_out, insists_on_no_mode, is_higher_order, is_missing
+from .._torch.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    carried_out,
+    insists_on_no_mode,
+    is_higher_order,
+    is_missing,
+    numbers_in_place_of_tensors,
+)
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id
 from ..aten import operators
@@ -35,7 +43,7 @@ from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
 from ..memory.pool import extent
 from ..python.identity import identity
-from ..values.host_scalars import COMPARISONS, Site, site_of
+from ..values.host_scalars import COMPARISONS, LEFT_ALIGNED, Site, site_of
 from ..values.tensor_subclasses import consists_of_parts
 from ..values.wording import MARKED, source_of
 from .arrivals import Arrivals
@@ -157,7 +165,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         except Refusal as refusal:
             raise self.located(refusal) from None
         except RuntimeError:
-            self.failed = self.failed or func
+            if not numbers_in_place_of_tensors(func, args):  # with which it fails wherever somebody looks on
+                self.failed = self.failed or func
             raise
         finally:
             if listening is not None:
@@ -192,7 +201,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
             if self.bodies:
                 raise refusal(m.name, " in a branch or loop", "call it outside of that")
             self.communicates(m, args, kwargs)
-        if m.name in COMPARISONS and not constant and self.numerals is not None and self._compares(*args[:2]):
+        if m.name in COMPARISONS and not constant and self.numerals is not None and self._compares(m, *args[:2]):
             with self:
                 return self._compared(m, args, kwargs, site_of(sys._getframe(1)))
         if m.refusable and not constant:
@@ -230,9 +239,13 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
             raise Refusal(f"{source_of(m.name)} resizes the tensor that it is to write to", "give it one of the right size")
         return out
 
-    def _compares(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def _compares(self, m: operators.Meaning, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether it takes their values to tell whether these are the same, and the device has them."""
-        return a.device == b.device == self.device and a.dtype is b.dtype and a.shape == b.shape
+        if m.name == LEFT_ALIGNED:  # else it raises
+            alike = a.dim() == 3 and a.shape[:2] == b.shape and b.dtype is torch.bool
+        else:
+            alike = a.dtype is b.dtype and a.shape == b.shape
+        return alike and a.device == b.device == self.device
 
     def _compared(self, m: operators.Meaning, args: Args, kwargs: Kwargs, site: Site) -> object:
         """What two tensors are found to be at this site, by which the call goes on."""
@@ -318,11 +331,13 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
 
     def _see(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Collect the tensors that an operator reads and writes. Returns its tensor arguments."""
-        known, touched, tensors = self.known, self.touched, operators.operands(args, kwargs)
+        known, touched, saved, keys = self.known, self.touched, self.saved, list[int]()
+        tensors = operators.operands(args, kwargs)
         for t in tensors:
             if t.layout is not _STRIDED:  # the others that are not known are asked
                 raise _other_kind(m, t)
             key = t.untyped_storage()._cdata
+            keys.append(key)
             name = known.get(key)
             if name:
                 touched.add(key)
@@ -333,13 +348,15 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
                 if not has_memory(t):
                     raise _other_kind(m, t)
                 self.refuse_untraced(m, t)
-            if self.saved and key in self.saved:
+            if saved and key in saved:
                 self.check_saved(key)
-        self.of = self.made_of(m, tensors, args, kwargs)
+        self.of = self.made_of(m, tensors, keys, args, kwargs)
         if not m.plain:
             self._see_more(m, args, kwargs)
         if self.dials:
-            _numbers_in((*args, *kwargs.values()), self.dials)
+            _numbers_in(args, self.dials)
+            if kwargs:
+                _numbers_in(kwargs.values(), self.dials)
         if kwargs:
             generator = kwargs.get("generator")
             if generator is not None and self.is_new(generator):
@@ -383,8 +400,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         if m.constant:
             out: Thing = self._constant(operators.constant(m, args[0]))
         else:
-            with self.casts.as_called(m, self.casts.within(m)):
-                out = func(*args, **kwargs)
+            out = self.casts.called(m, self.casts.within(m), func, args, kwargs)
         for t in self.memory_in(m, (out,) if type(out) is torch.Tensor else operators.tensors_in(out, [])):
             self._begins(t.untyped_storage())
         return out

@@ -12,7 +12,6 @@ that was no such read: it is refused as it would have been.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence, Set
 from types import FrameType
 
@@ -45,7 +44,7 @@ class FixedValues(FollowedCounts):
         self.of: frozenset[int] | None = None
         """What the operator is made of that is seen now: storages outside; None if its results are not such."""
         self._made_of: dict[int, frozenset[int]] = {}  # the same of storages that the call has made
-        self._small: dict[int, list[torch.Tensor]] | None = None
+        self._small: dict[int, list[torch.Tensor]] = {}
         self._readers: dict[int, Refusal] = {}  # by what is relied on: what the first to read it would be told
 
     # -- what is such
@@ -60,37 +59,46 @@ class FixedValues(FollowedCounts):
     def _stays(self, key: int) -> bool:
         """Whether it is outside, and nobody has written it so far whom anybody knows of."""
         named = bool(self.known.get(key)) and key not in self.slot_ids
-        return named and key not in self.written and key not in self._counts and key in self._there()
+        return named and key not in self.written and key not in self._counts and bool(self._there(key))
 
-    def _there(self) -> dict[int, list[torch.Tensor]]:
-        """Tensors outside, by their storages: those which can be compared before each replay."""
-        if self._small is None:
-            self._small = defaultdict(list)
-            for t in self._outside if self.may_begin_again else ():  # a backward's are its forward's, too
-                small = is_ordinary(t) and has_memory(t) and t.untyped_storage().nbytes() <= memory_contents.AT_ONCE
-                if small and (t.is_cpu or not t.is_inference()):
-                    self._small[storage_id(t)].append(t)
-        return self._small
-
-    def _all_fixed(self, tensors: Sequence[torch.Tensor]) -> frozenset[int] | None:
-        found = MADE_OF_NUMBERS
-        for t in tensors:
-            of = self.fixed(t)
-            if of is None:
-                return None
-            found |= of
+    def _there(self, key: int) -> list[torch.Tensor]:
+        """Tensors outside, on this storage: those which can be compared before each replay."""
+        found = self._small.get(key)
+        if found is None:
+            tensors = self._outside_at.get(key, ()) if self.may_begin_again else ()  # a backward's are its forward's, too
+            found = self._small[key] = [t for t in tensors if storage_id(t) == key and _can_be_compared(t)]
         return found
 
+    def _all_fixed(self, tensors: Sequence[torch.Tensor]) -> frozenset[int] | None:
+        """What these were made of, if all of them hold the same in each replay."""
+        with_memory = all(is_ordinary(t) and has_memory(t) for t in tensors)
+        return self._made_of_all(tensors, [*map(storage_id, tensors)]) if with_memory else None
+
+    def _made_of_all(self, tensors: Sequence[torch.Tensor], keys: Sequence[int]) -> frozenset[int] | None:
+        """The same of tensors on these storages. (Of those that have none that is known, none is such.)"""
+        found = set[int]()
+        for t, key in zip(tensors, keys, strict=True):
+            if (of := self._made_of.get(key)) is not None:
+                found |= of
+            elif self._stays(key):
+                found.add(key)
+            else:
+                return None
+            if not is_ordinary(t):
+                return None
+        return frozenset(found) if found else MADE_OF_NUMBERS
+
     def made_of(
-        self, m: operators.Meaning, tensors: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
+        self, m: operators.Meaning, tensors: Sequence[torch.Tensor], keys: Sequence[int], args: Args, kwargs: Kwargs
     ) -> frozenset[int] | None:
-        """What an operator makes its results of, if these hold the same in each replay."""
+        """What an operator makes its results of, if these hold the same in each replay; its tensors lie on these storages."""
         if m.random or m.others or m.communicates or m.name in operators.UNFILLED or self.bodies:
             return None
-        if self.dials and self.stands_among((*args, *kwargs.values())):
-            return None
         made = m.constant or (m.name in operators.OF_SHAPES and m.plain)  # and not a part of something (out=)
-        return MADE_OF_NUMBERS if made else self._all_fixed(tensors)
+        of = MADE_OF_NUMBERS if made else self._made_of_all(tensors, keys)
+        if of is not None and self.dials and self.stands_among((*args, *kwargs.values())):
+            return None
+        return of
 
     def makes(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
         """An operator has given this, or written it, which holds the same in each replay."""
@@ -132,7 +140,7 @@ class FixedValues(FollowedCounts):
         raise NotImplementedError
 
     def _rely(self, key: int, where: str) -> None:
-        tensors = self._there()[key]
+        tensors = self._there(key)
         self.touched.add(key)
         self.relied_on[key] = place = self.held(self.known[key], tensors, where)
         self.relies([place])
@@ -155,3 +163,9 @@ class FixedValues(FollowedCounts):
         if shown:
             self._readers.setdefault(storage_id(t), self.told(READS_NUMBER.name(), frame))
         return self.value(t)
+
+
+def _can_be_compared(t: torch.Tensor) -> bool:
+    """Whether a tensor is small, and says when it was written."""
+    small = is_ordinary(t) and t.untyped_storage().nbytes() <= memory_contents.AT_ONCE
+    return small and (t.is_cpu or not t.is_inference())

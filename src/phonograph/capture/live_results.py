@@ -19,7 +19,7 @@ import torch
 from .._torch.autograd import bump
 from .._torch.dynamic import Args, Kwargs, Leaves, Reading, Thing
 from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, transformed, without_modes
-from .._torch.operators import OpOverload, carried_out, is_higher_order
+from .._torch.operators import OpOverload, carried_out, is_higher_order, numbers_in_place_of_tensors
 from .._torch.process_groups import stands_for_work
 from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, storage_id
 from ..aten.autocast import Casts
@@ -328,6 +328,8 @@ class _Noting(TorchDispatchMode):
             if called(m.name) != "wait_tensor":
                 return self._notes.arrive(func, m, args, kwargs or {})
         m, kwargs = meaning(func), kwargs or {}
+        if numbers := numbers_in_place_of_tensors(func, args):
+            args = tuple([_scalar(x) if i in numbers else x for i, x in enumerate(args)])
         with self._casts.as_called(m, self._casts.within(m)):
             if func in self._notes.operators and not self._notes.within:
                 return self._notes.call(func, args, kwargs)
@@ -338,6 +340,12 @@ class _Noting(TorchDispatchMode):
                 self._notes.number(site_of(sys._getframe(1)), result)
         bump(written_one_by_one(m, args, kwargs))
         return result
+
+
+def _scalar(number: Thing) -> torch.Tensor:
+    """The tensor that torch makes of a number."""
+    dtype = {float: torch.float64, complex: torch.complex128}.get(type(number))
+    return torch.scalar_tensor(number, dtype=dtype or (torch.bool if type(number) is bool else torch.int64))
 
 
 _thread = threading.local()

@@ -18,6 +18,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from types import CodeType, FrameType
@@ -165,8 +166,11 @@ class Origins:
         return tuple(tuple([*run][-1] for _, run in groupby(row, itemgetter(1))) for row in rows)
 
 
+_base_name = cache(os.path.basename)
+
+
 def _line(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{_base_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _names(reach: Reach) -> Iterator[tuple[int, str]]:

@@ -3,16 +3,20 @@
 While the search is on, Python tells of each function that starts (`sys.setprofile`). What counts are functions of the script's
 own folder, modules and optimizers' steps that are called again and again by the user's code, the outermost of them: what runs
 within another is recorded with that. They take turns with nothing: from when they are chosen, the profile is off, a stand-in is
-called in the place of each, and the next calls are the check's (`engine/check.py`).
+called in the place of each, and the next calls are the check's (`engine/check.py`). Unless an optimizer steps in one of them,
+the search goes on afterwards, for a while: what trains may only come later, and be what they are called in.
+
+What the script has recorded already is looked at before all else. It is called plainly meanwhile (`plainly`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -21,20 +25,44 @@ from typing import Any
 import torch
 
 from phonograph._torch.modules import call_through, goes_through, own_call
+from phonograph.cli.patches import Place
 from phonograph.engine.check import Checking
 from phonograph.engine.findings import Findings
-from phonograph.python.origin import is_users
+from phonograph.engine.recorded import Recorded
+from phonograph.python.origin import is_ours, is_users
 
-__all__ = ["Candidate", "Enough", "Search"]
+__all__ = ["Candidate", "Enough", "Search", "plainly"]
 
 _CALLS = 8  # after which a choice is made...
 _REPEATED = 3  # ...or after so many of what has others in it
 _SHARE = 0.01  # of the time: what takes less is not worth a recording of its own
-_MOST = 3  # candidates
+_MOST = 3  # candidates at a time
+_PATIENCE = (
+    10  # calls of what is not recorded, for each that one waits for, before what is recorded but seldom called is let go
+)
+_SECONDS = 10.0  # after the first choice, in which others are looked for
 _LATER = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR  # code that runs after the call
 _CALL: CodeType = own_call(torch.nn.Module()).__code__
 _STEPS = os.path.join("torch", "optim", "optimizer.py")
 _ASKED = "__phonograph_checks_{}__"  # what a function's code calls meanwhile
+
+
+@contextlib.contextmanager
+def plainly(switch: str | None = "off") -> Iterator[None]:
+    """Let functions that are recorded be plain ones; None: recorded ones."""
+    before = os.environ.get("PHONOGRAPH")
+    _set(switch)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(switch: str | None) -> None:
+    if switch is None:
+        os.environ.pop("PHONOGRAPH", None)
+    else:
+        os.environ["PHONOGRAPH"] = switch
 
 
 class Enough(BaseException):
@@ -55,18 +83,35 @@ class _Timed:
     """...which ended then."""
     within: set[object] = field(default_factory=set)
     """What it was called in."""
+    trains: bool = False
+    """Whether an optimizer steps in it."""
+    recorded: Recorded[..., Any] | None = None
+    """By what it is recorded already."""
 
 
 @dataclass
 class Candidate:
-    """Something that is checked. Its `patch` is the line that records it."""
+    """Something that is checked. Its `patch` is the line that records it, and `place` where that belongs."""
 
     patch: str
     checking: Checking
     undo: Callable[[], None]
+    place: Place
     share: float = 0.0
     """Of the time since its first call."""
+    seen: _Timed | None = None
     _findings: Findings | None = None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the script records it already."""
+        return self.seen is not None and self.seen.recorded is not None
+
+    @property
+    def worth(self) -> bool:
+        """Whether recording it may pay: unless a replay was measured slower."""
+        found = self.findings
+        return found.replay_ms is None or found.live_ms is None or found.replay_ms <= found.live_ms
 
     @property
     def findings(self) -> Findings:
@@ -82,9 +127,14 @@ class Search:
         self._timed: dict[object, _Timed] = {}
         self._running: list[tuple[FrameType, object, float]] = []
         self._known: dict[CodeType, bool] = {}  # whether functions with this code count
-        self._chosen: list[Candidate] = []
+        self._chosen: list[Candidate] = []  # that are being checked
+        self._checked: dict[object, Candidate] = {}
         self._begun = time.perf_counter()
+        self._first: float | None = None  # when there was a choice for the first time
+        self._paused = self._since = 0.0  # how long checks took, and since when one does
         self.seconds = 0.0
+        self.others: dict[str, None] = {}
+        """Functions of the folder with other names than the one that is wanted."""
 
     def __enter__(self) -> None:
         self._begun = time.perf_counter()
@@ -97,8 +147,9 @@ class Search:
             one.undo()
 
     def found(self) -> list[Candidate]:
-        """What was checked, but for what has no operators."""
-        return [one for one in self._chosen if one.findings.operators or one.findings.obstacles]
+        """What was checked, but for what has no operators, and what runs in another of these."""
+        outermost = [one for key, one in self._checked.items() if self._timed[key].within.isdisjoint(self._checked)]
+        return [one for one in outermost if one.findings.operators or one.findings.obstacles]
 
     # -- what is called
 
@@ -117,18 +168,26 @@ class Search:
         if code is _CALL or (code.co_name == "wrapper" and code.co_filename.endswith(_STEPS)):
             return self._wanted is None
         own = code.co_filename.startswith(self._folder) and is_users(code.co_filename)
+        counts = own and not code.co_flags & _LATER and not code.co_name.startswith("<")
         named = self._wanted is None or self._wanted.rpartition(".")[2] == code.co_name
-        return own and named and not code.co_flags & _LATER and not code.co_name.startswith("<")
+        if counts and not named:
+            self.others[getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")] = None
+        return counts and named
 
     def _starts(self, frame: FrameType) -> None:
         found = self._called(frame)
+        if frame.f_code.co_filename.endswith(_STEPS):
+            for _, around, _ in self._running:
+                self._timed[around].trains = True
         if found is None:
             return
         key, name, make = found
         timed = self._timed.get(key)
-        now = time.perf_counter()
+        now = self._now()
         if timed is None:
             timed = self._timed[key] = _Timed(name, make, isinstance(key, tuple))
+            timed.trains = frame.f_code.co_filename.endswith(_STEPS)
+            timed.recorded = _recorded(frame)
         timed.within.update(other for _, other, _ in self._running if other != key)
         self._running.append((frame, key, now))
 
@@ -142,7 +201,8 @@ class Search:
             if caller is None or caller.f_code is _CALL:
                 return None  # a part of another
             name = _name_of(module, caller)
-            return id(module), name, lambda: _of_module(module, name)
+            place = Place(caller.f_code.co_filename, name=name)
+            return id(module), name, lambda: _of_module(module, name, place)
         caller = _past_decorators(frame)
         if caller is None or not is_users(caller.f_code.co_filename):
             return None  # called by a library: a hook, an item of a data set, the forward of a module
@@ -154,11 +214,12 @@ class Search:
         if not isinstance(optimizer, torch.optim.Optimizer):
             return None
         name = _name_of(optimizer, caller)
-        return id(optimizer), name, lambda: _of_step(optimizer, name)
+        place = Place(caller.f_code.co_filename, name=name, attribute="step")
+        return id(optimizer), name, lambda: _of_step(optimizer, name, place)
 
     def _ends(self) -> None:
         _, key, begun = self._running.pop()
-        timed, now = self._timed[key], time.perf_counter()
+        timed, now = self._timed[key], self._now()
         timed.calls += 1
         if timed.calls == 1:
             timed.since = now
@@ -168,59 +229,116 @@ class Search:
             if timed.calls > 1:
                 self._choose({key: timed}, now)
         elif self._enough(key, timed):
-            repeated = {key: one for key, one in self._timed.items() if one.calls >= _REPEATED}
-            self._choose({key: one for key, one in repeated.items() if one.within.isdisjoint(repeated)}, now)
+            self._choose(self._candidates(), now)
+        elif self._first is not None and now - self._first > _SECONDS:
+            raise Enough
+
+    def _now(self) -> float:
+        """The time, but for that of checks."""
+        return time.perf_counter() - self._paused
+
+    def _is_new(self, key: object, timed: _Timed) -> bool:
+        return key not in self._checked and timed.within.isdisjoint(self._checked)
 
     def _enough(self, key: object, timed: _Timed) -> bool:
         """Whether this was called often enough. What it is called in may be what is repeated, if that has ended once."""
-        if any(self._timed[around].calls for around in timed.within):
-            return False
+        if not self._is_new(key, timed) or any(self._timed[around].calls for around in timed.within - {key}):
+            return timed.recorded is not None and key not in self._checked and timed.calls >= _CALLS
+        if timed.recorded is None:  # what is recorded comes first, unless it hardly ever comes
+            waited = [
+                one.calls for other, one in self._timed.items() if one.recorded is not None and other not in self._checked
+            ]
+            if waited and min(waited) < _REPEATED and timed.calls < _PATIENCE * _CALLS:
+                return False
         holds = timed.is_function and any(key in one.within for one in self._timed.values())
         return timed.calls >= (_REPEATED if holds else _CALLS)
 
+    def _candidates(self) -> dict[object, _Timed]:
+        """What has repeated, the outermost of it: of what is recorded already, if something is."""
+        repeated = {key: one for key, one in self._timed.items() if one.calls >= _REPEATED and key not in self._checked}
+        recorded = {key: one for key, one in repeated.items() if one.recorded is not None}
+        among = recorded or {key: one for key, one in repeated.items() if self._is_new(key, one)}
+        return {key: one for key, one in among.items() if one.within.isdisjoint(among)}
+
     def _choose(self, found: dict[object, _Timed], now: float) -> None:
         """From the next call on, these are checked."""
-        ranked = sorted(found.values(), key=lambda one: -one.seconds)
-        for timed in ranked[:_MOST]:
+        ranked = sorted(found.items(), key=lambda one: -one[1].seconds)
+        for key, timed in ranked[:_MOST]:
             share = timed.seconds / max(now - timed.since, 1e-9)
-            if (self._wanted is not None or share >= _SHARE) and (made := timed.make()) is not None:
-                made.share = min(share, 1.0)
-                made.checking.ended = self._end
-                self._chosen.append(made)
+            named = self._wanted is not None or timed.recorded is not None
+            if (named or share >= _SHARE) and (made := timed.make()) is not None:
+                self._check(key, timed, made, min(share, 1.0))
         if self._chosen:
+            self._first = self._first or now
+            self._since = time.perf_counter()
             sys.setprofile(None)
             self._running.clear()
 
+    def _check(self, key: object, timed: _Timed, made: Candidate, share: float) -> None:
+        made.share, made.seen, made.checking.ended = share, timed, self._end
+        made.checking.recording = lambda: plainly(None)
+        if timed.recorded is not None:
+            made.checking.like(timed.recorded.options)
+        self._chosen.append(made)
+        self._checked[key] = made
+
     def _end(self) -> None:
         """A checked call has returned."""
-        if all(one.checking.done for one in self._chosen):
+        if not all(one.checking.done for one in self._chosen):
+            return
+        trains = any(one.seen is not None and one.seen.trains for one in self._chosen)
+        if self._wanted is not None or trains:
             raise Enough
+        for one in self._chosen:
+            one.undo()
+        self._chosen.clear()
+        self._paused += time.perf_counter() - self._since
+        sys.setprofile(self._profile)
+
+
+def _recorded(frame: FrameType) -> Recorded[..., Any] | None:
+    """The recorded function that has called this one."""
+    caller = frame.f_back
+    while caller is not None and not is_users(caller.f_code.co_filename):
+        found = caller.f_locals.get("self") if is_ours(caller.f_code.co_filename) else None
+        if isinstance(found, Recorded):
+            return found
+        caller = caller.f_back
+    return None
 
 
 def _past_decorators(frame: FrameType) -> FrameType | None:
     """Who has called the function that runs there. A decorator of a library's (`torch.no_grad()`) has it in a closure."""
-    caller, code = frame.f_back, frame.f_code
-    while caller is not None and not is_users(caller.f_code.co_filename) and _holds(caller, code):
-        code = caller.f_code
+    caller, inner = frame.f_back, frame
+    while caller is not None and not is_users(caller.f_code.co_filename):
+        if not is_ours(caller.f_code.co_filename):
+            if not _holds(caller, inner):
+                break
+            inner = caller
+        elif isinstance(caller.f_locals.get("self"), Recorded):
+            inner = caller
         caller = caller.f_back
     return caller
 
 
-def _holds(frame: FrameType, code: CodeType) -> bool:
-    return any(getattr(frame.f_locals.get(name), "__code__", None) is code for name in frame.f_code.co_freevars)
+def _holds(frame: FrameType, inner: FrameType) -> bool:
+    """Whether the closure of what runs there has what runs in `inner`."""
+    held = [frame.f_locals.get(name) for name in frame.f_code.co_freevars]
+    recorded = inner.f_locals.get("self")
+    return any(getattr(x, "__code__", None) is inner.f_code or (x is recorded and isinstance(x, Recorded)) for x in held)
 
 
 # -- candidates
 
 
-def _of_module(module: torch.nn.Module, name: str) -> Candidate:
+def _of_module(module: torch.nn.Module, name: str, place: Place) -> Candidate:
     before = goes_through(module)
     checking = Checking(module, name)
     call_through(module, checking)
-    return Candidate(f"{name} = pg.record({name})", checking, lambda: call_through(module, before))
+    return Candidate(f"{name} = pg.record({name})", checking, lambda: call_through(module, before), place)
 
 
-def _of_step(optimizer: torch.optim.Optimizer, name: str) -> Candidate:
+def _of_step(optimizer: torch.optim.Optimizer, name: str, place: Place) -> Candidate:
     checking = Checking(optimizer.step, name=f"{name}.step")
     own = vars(optimizer).get("step")
     optimizer.step = checking  # type: ignore[method-assign]
@@ -231,7 +349,7 @@ def _of_step(optimizer: torch.optim.Optimizer, name: str) -> Candidate:
         else:
             optimizer.step = own  # type: ignore[method-assign]
 
-    return Candidate(f"{name}.step = pg.record({name}.step)", checking, undo)
+    return Candidate(f"{name}.step = pg.record({name}.step)", checking, undo, place)
 
 
 def _of_function(code: CodeType, owner: object) -> Candidate | None:
@@ -264,7 +382,7 @@ def _of_function(code: CodeType, owner: object) -> Candidate | None:
     plain = "." not in function.__qualname__
     fix = f"{function.__name__} = pg.record({function.__name__})" if plain else "@pg.record"
     where = "after the function that begins at" if plain else "above the function at"
-    return Candidate(f"{fix}    # {where} {line}", checking, undo)
+    return Candidate(f"{fix}    # {where} {line}", checking, undo, Place(code.co_filename, code.co_firstlineno))
 
 
 def _calling(name: str, code: CodeType) -> CodeType:

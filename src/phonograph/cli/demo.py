@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,18 +19,23 @@ from torch import Tensor
 import phonograph as pg
 from phonograph.cli import digits, gpt, machine
 from phonograph.cli.console import CannotRun, table
-from phonograph.cli.race import Outcome, race
+from phonograph.cli.race import Job, Outcome, race
 from phonograph.shapes.progress import progress
 
 HELP = "train a small real network live and recorded, and compare"
 
 _BLOCK = 25  # steps between two turns
 _SEED = 0
+_SECONDS = (
+    45.0  # for each job, where nobody has said how many steps: with imports and decoding two minutes, on a busy machine too
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
-    parser.add_argument("--steps", type=_positive, help="training steps of each run (default: 1000; the GPT's: 400)")
+    parser.add_argument(
+        "--steps", type=_positive, help="training steps of each run (default: 1000, the GPT's 400, or as many as 45 s give)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -79,11 +85,12 @@ class Decoding:
 def run(arguments: argparse.Namespace) -> int:
     device = _device(arguments.device)
     _make_deterministic(device)
+    torch.set_num_threads(1)  # the network is tiny: threads would only wait for each other
     shown = not arguments.json
-    trainings = [_train_digits(device, arguments.steps or 1000, shown)]
+    trainings = [_train_digits(device, arguments.steps, shown)]
     decoding = None
     if device.type == "cuda":
-        training, outcome = _train_gpt(device, arguments.steps or 400, shown)
+        training, outcome = _train_gpt(device, arguments.steps, shown)
         trainings.append(training)
         decoding = _decode(outcome)
     equal = all(training.equal for training in trainings) and (decoding is None or decoding.text_equal)
@@ -108,19 +115,28 @@ def _make_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _train_digits(device: torch.device, steps: int, shown: bool) -> Training:
+def _train_digits(device: torch.device, wanted: int | None, shown: bool) -> Training:
     images, labels = digits.load(device)
-    with progress("digits", 2 * steps, shown=shown) as advance:
-        outcome = race(lambda: digits.make_job(images, labels, steps, _SEED), steps, device, block=_BLOCK, advance=advance)
+    outcome = _raced("digits", lambda n: digits.make_job(images, labels, n, _SEED), wanted, 1000, device, shown)
     accuracy = digits.accuracy(outcome.recorded.job.weights(), images, labels)
     return _training(digits.DESCRIPTION, outcome, accuracy)
 
 
-def _train_gpt(device: torch.device, steps: int, shown: bool) -> tuple[Training, Outcome]:
+def _train_gpt(device: torch.device, wanted: int | None, shown: bool) -> tuple[Training, Outcome]:
     text = gpt.load(device)
-    with progress("gpt", 2 * steps, shown=shown) as advance:
-        outcome = race(lambda: gpt.make_job(text, steps, _SEED), steps, device, block=_BLOCK, advance=advance)
+    outcome = _raced("gpt", lambda n: gpt.make_job(text, n, _SEED), wanted, 400, device, shown)
     return _training(gpt.DESCRIPTION, outcome), outcome
+
+
+def _raced(
+    name: str, make_job: Callable[[int], Job], wanted: int | None, usual: int, device: torch.device, shown: bool
+) -> Outcome:
+    """Both runs of a job: as many steps as are `wanted`, else the `usual` ones, as far as they come in time."""
+    steps, seconds = (wanted, float("inf")) if wanted else (usual, _SECONDS)
+    if shown:
+        print(f"{name}: {steps:,} steps live and recorded" + ("" if wanted else f", at most {seconds:.0f} s"), file=sys.stderr)
+    with progress(name, 2 * steps, shown=shown) as advance:
+        return race(lambda: make_job(steps), steps, device, block=_BLOCK, advance=advance, seconds=seconds)
 
 
 def _training(what: str, outcome: Outcome, accuracy: float | None = None) -> Training:

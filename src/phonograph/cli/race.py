@@ -36,7 +36,7 @@ class Side:
 
     job: Job
     step: Callable[..., Tensor]
-    losses: Tensor  # (steps,) on the job's device
+    losses: Tensor  # (steps,) on the job's device, of those that were run
     random_state: Tensor
     seconds: float = 0.0
     timed_steps: int = 0
@@ -66,18 +66,29 @@ class Outcome:
 
 
 def race(
-    make_job: Callable[[], Job], steps: int, device: torch.device, *, block: int, advance: Callable[[int], None]
+    make_job: Callable[[], Job],
+    steps: int,
+    device: torch.device,
+    *,
+    block: int,
+    advance: Callable[[int], None],
+    seconds: float = float("inf"),
 ) -> Outcome:
-    """Run ``make_job()`` twice for ``steps`` steps; ``advance(n)`` is told of every ``n`` steps done."""
+    """Run ``make_job()`` twice for ``steps`` steps, or for as many as both have done after so many seconds (a block is ended);
+    ``advance(n)`` is told of every ``n`` steps done."""
     live_job, recorded_job = make_job(), make_job()
     recorded_step = pg.record(recorded_job.step, name=recorded_job.name)
     live = _side(live_job, live_job.step, steps, device)
     recorded = _side(recorded_job, recorded_step, steps, device)
+    until = time.perf_counter() + seconds
     for index, start in enumerate(range(0, steps, block)):
         stop = min(start + block, steps)
         for side in (live, recorded) if index % 2 else (recorded, live):
             _run_block(side, start, stop, device, timed=index > 0)
             advance(stop - start)
+        if time.perf_counter() > until:
+            live.losses, recorded.losses = live.losses[:stop], recorded.losses[:stop]
+            break
     return Outcome(live, recorded, device, pg.stats(recorded_step))
 
 

@@ -29,13 +29,18 @@ _PARTS = {
 """What of a reason these are given."""
 _DEPTH = 6  # names that stand for names
 _MANY = 4  # remedies, of which only the general one is shown
+_FIRST = ("PG101", "PG103", "PG301", "PG401", "PG501", "PG502", "PG509", "PG1401")
+"""Those that programs meet on their first day."""
 _HEAD = """# Reasons to run live
 
-Written by `python -m phonograph reasons` from the places in the source where they are raised: do not edit.
+<!-- Written by `python -m phonograph reasons` from the places in the source where they are raised: do not edit. -->
 
 A call that cannot be recorded runs live, with the right result, and `RunsLive`, `pg.stats(f).refusals` and `pg.explain(f)` say
-why. A warning ends with the code of its reason; `python -m phonograph reasons PG101` prints one. An ellipsis stands for what
-differs: an expression of yours, a name, a number. The line in the last column is from a program of the tests that is told this.
+why. A warning ends with the code of its reason, and `phonograph reasons PG101` prints what stands here. All reasons of a script
+are found in one run by `phonograph check train.py` ([Check before you record](check.md)).
+
+An ellipsis stands for what differs: an expression of yours, a name, a number. *As in* is a line from a program of the tests
+that is told this. Where no remedy is given, do it outside of what is recorded.
 """
 
 
@@ -61,15 +66,27 @@ def _entry(reason: Reason, advice: Iterable[str]) -> str:
 
 def page() -> str:
     """The page of the documentation, in Markdown."""
-    advice, lines, subject = remedies(), [_HEAD.rstrip()], ""
+    advice, lines, subject = remedies(), [_HEAD.rstrip(), *_commonest()], ""
     for reason in reasons():
         if reason.subject != subject:
             subject = reason.subject
-            lines += ["", f"## {subject}", "", "| code | reason | what to do | as in |", "|---|---|---|---|"]
-        example = f"`` {reason.example} ``".replace("|", "\\|") if reason.example else ""
-        anchor = f'<a id="{reason.code.lower()}"></a>'
-        lines.append(f"| {anchor}{reason.code} | {reason.words} | {'; or: '.join(advice.get(reason.code, ()))} | {example} |")
+            lines += ["", f"## {subject}"]
+        lines += ["", *_item(reason, advice.get(reason.code, ()))]
     return "\n".join(lines) + "\n"
+
+
+def _commonest() -> list[str]:
+    words = {reason.code: reason.words for reason in reasons()}
+    return ["", "The commonest:", "", *(f"- [{code}](#{code.lower()}) {words[code]}" for code in _FIRST)]
+
+
+def _item(reason: Reason, advice: Sequence[str]) -> Iterator[str]:
+    """A paragraph for each of these: a table would be too wide for a narrow screen."""
+    yield f'<a id="{reason.code.lower()}"></a>**{reason.code}** {reason.words}'
+    if advice:
+        yield f"<br>*Do:* {'; or: '.join(advice)}"
+    if reason.example:
+        yield f"<br>*As in:* `` {reason.example} ``"
 
 
 def remedies() -> dict[str, tuple[str, ...]]:

@@ -22,6 +22,7 @@ from .._torch.tensors import has_memory
 from ..aten import operators
 from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
+from ..guards.followed_numbers import reader
 from ..python.origin import is_ours
 from ..python.standing import standing
 from ..values.host_scalars import Site, readable, site_of
@@ -111,17 +112,18 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
             if repeated and name in (ITEM, TRUTH):
                 return read(*args, **kwargs)
             if name == TRUTH and (threading.get_ident() == mine or on_thread_of_autograds()):
-                answer = watch.answered(args[0], sys._getframe(1))
+                answer = watch.answered(args[0], reader(sys._getframe(1)))
                 if answer is not None:
                     return answer
             concerned = threading.get_ident() == mine or on_thread_of_autograds()
-            if name in _KNOWN and concerned and not watch.repeated and not is_ours(sys._getframe(1).f_code.co_filename):
-                value = watch.read_as_fixed(args[0], sys._getframe(1), shown=name not in _READ)
+            frame = reader(sys._getframe(1))
+            if name in _KNOWN and concerned and not watch.repeated and not is_ours(frame.f_code.co_filename):
+                value = watch.read_as_fixed(args[0], frame, shown=name not in _READ)
                 if value is not None:
                     return _read_of(value, read, args[1:], kwargs)
             alone = name in _READ and len(args) == 1 and not repeated and threading.get_ident() == mine
             if alone and watch.numerals is not None:
-                found = _number(watch, name, args[0], site_of(sys._getframe(1)))
+                found = _number(watch, name, args[0], site_of(frame))
                 if found is not None:
                     return found
             refusal = judge(watch, name, args, kwargs) if concerned else None

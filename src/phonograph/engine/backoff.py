@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from .._torch.operators import OpOverload
@@ -147,7 +146,7 @@ class Backoff:
             return
         history.attempts.failures += 1
         if history.attempts.failures >= ATTEMPTS:
-            self.refuse(history, replace(refusal, failed=False, history=None), history.attempts.grounds)
+            self.refuse(history, refusal.but(failed=False, history=None), history.attempts.grounds)
             history.refused.settle()
 
     def changed(self, name: str, history: History, call: Call) -> Refusal | None:
@@ -174,14 +173,14 @@ class Backoff:
         if self.budget.allows(behind):
             return None
         if (before := _that_is_over(history)) is not None:
-            refusal = replace(before)
+            refusal = before.but()
         elif broken is not None:
             where = self._changes[broken].where if broken in self._changes else ""
             refusal = Refusal(f"{broken} changes from call to call", _STEADY if broken == GRAD else _VARIES, where)
         elif history.attempts.learning and history.capture.why is not None:
             refusal = history.capture.why.plain()
         elif self.budget.why is not None:
-            refusal = replace(self.budget.why)
+            refusal = self.budget.why.but()
         else:
             refusal = Refusal(EVER_NEW, FEW_SHAPES)
         refusal.history = history

@@ -2,7 +2,8 @@
 
 A few calls are made of it, each with all that a call does: one as it is, so that nothing happens for the first time later;
 some that are timed; one that is looked at (`look.py`), which notes every obstacle and lets it happen; and then some through a
-recorded function, which has the last word: what it records is no obstacle, and what it refuses is one, seen or not.
+recorded function, which has the last word: what it records is no obstacle, and what it refuses is one, seen or not. What is
+refused is tried once more with cuts (``fallback="split"``), so that nothing is advised that was not seen to work.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,14 +53,40 @@ class _Took(NamedTuple):
     whole: float | None = None
 
 
+class _Trial:
+    """Calls through a recorded function: whether they are recorded, and how long replays take."""
+
+    def __init__(self, recorded: Recorded[..., Any]) -> None:
+        self.recorded = recorded
+        self.tried = 0
+        self.replays: list[_Took] = []
+
+    @property
+    def done(self) -> bool:
+        return bool(self.recorded.refusals) or self.tried >= _TRIES or len(self.replays) >= _TIMED
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        before = self.recorded.stats()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RunsLive)  # they are what is reported
+            result, took = _timed(self.recorded, args, kwargs)
+        now = self.recorded.stats()
+        if now.replayed > before.replayed and now.recorded == before.recorded:
+            self.replays.append(took)
+        else:
+            self.tried += 1
+        return result
+
+
 @dataclass
 class _Steps:
     """How far it is."""
 
     live: list[_Took] = field(default_factory=list)
     look: Look | None = None
-    tried: int = 0
-    replays: list[_Took] = field(default_factory=list)
+    whole: _Trial | None = None
+    cut: _Trial | None = None
+    """With cuts, once the whole was refused."""
 
 
 class Checking:
@@ -66,27 +94,34 @@ class Checking:
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self._module = function if isinstance(function, torch.nn.Module) else None
+        self._options = Options(fallback="live")
         if isinstance(function, Recorded):
+            self.like(function.options)
             function = function.__wrapped__
         self._function = torch_modules.own_call(function) if isinstance(function, torch.nn.Module) else function
         own = type(function).__qualname__
         self.name = name or str(getattr(function, "__qualname__", own))
         self._describer = Describer(self.name, self._function, lambda: self.calls, marked=False)
-        self._recorded: Recorded[..., Any] | None = None
         self._differs = _Differs(self._describer)
         self.calls = 0
         self._busy = False
         self.ended: Callable[[], None] = _nothing
         """Called when a call has returned."""
+        self.recording: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around calls through a recorded function."""
         self._steps = _Steps()
+
+    def like(self, options: Options) -> None:
+        """Record as the user does. (What pads or takes several steps a call is another function.)"""
+        if not options.shapes and options.steps is None:
+            cuts = options.fallback == "split"
+            self._options = replace(options, fallback="split" if cuts else "live", verify=0, audit=0)
 
     @property
     def done(self) -> bool:
         """Whether more calls would show nothing more."""
-        steps, recorded = self._steps, self._recorded
-        if recorded is None:
-            return False
-        return bool(recorded.refusals) or steps.tried >= _TRIES or len(steps.replays) >= _TIMED
+        whole, cut = self._steps.whole, self._steps.cut
+        return whole is not None and whole.done and (not whole.recorded.refusals or (cut is not None and cut.done))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._busy:  # it calls itself
@@ -114,36 +149,39 @@ class Checking:
         return self._through_recorded(args, kwargs)
 
     def _through_recorded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self._recorded is None:
-            self._recorded = Recorded(self._function, Options(name=self.name, keep="always", fallback="live"))
-            if self._module is not None:
-                self._recorded.of(self._module)
-        before = self._recorded.stats()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RunsLive)  # they are what is reported
-            result, took = _timed(self._recorded, args, kwargs)
-        now = self._recorded.stats()
-        if now.replayed > before.replayed and now.recorded == before.recorded:
-            self._steps.replays.append(took)
+        steps = self._steps
+        if steps.whole is None:
+            steps.whole = self._trial(self._options)
+        if not steps.whole.done:
+            trial = steps.whole
         else:
-            self._steps.tried += 1
-        return result
+            trial = steps.cut = steps.cut or self._trial(replace(self._options, fallback="split"))
+        with self.recording():
+            return trial.call(args, kwargs)
+
+    def _trial(self, options: Options) -> _Trial:
+        recorded = Recorded(self._function, replace(options, name=self.name, keep="always"))
+        if self._module is not None:
+            recorded.of(self._module)
+        return _Trial(recorded)
 
     def findings(self) -> Findings:
         """All that was found so far. Frees what was recorded."""
-        steps, recorded = self._steps, self._recorded
-        look = steps.look or Look()
-        made = recorded is not None and recorded.stats().recorded > 0 and not recorded.refusals
-        records = made and (bool(steps.replays) or not look.seen)  # calls may take turns: of these only some were recorded
-        obstacles = [] if records else [*_obstacles(look, [] if recorded is None else recorded.refusals)]
-        obstacles += self._differs.obstacles(played=bool(steps.replays))
-        if recorded is not None:
-            recorded.reset()
-        live, replay = _best(steps.live), _best(steps.replays)
+        look, whole, cut = self._steps.look or Look(), self._steps.whole, self._steps.cut
+        refusals = [] if whole is None else whole.recorded.refusals
+        replays = [] if whole is None else whole.replays
+        made = whole is not None and whole.recorded.stats().recorded > 0 and not refusals
+        records = made and (bool(replays) or not look.seen)  # calls may take turns: of these only some were recorded
+        obstacles = [] if records else [*_obstacles(look, refusals)]
+        obstacles += self._differs.obstacles(played=bool(replays))
+        for trial in (whole, cut):
+            if trial is not None:
+                trial.recorded.reset()
+        live = _best(self._steps.live)
         return Findings(
             name=self.name, device=str(look.device), records=records and not obstacles, obstacles=tuple(obstacles),
             calls=self.calls, operators=look.operators, pieces=tuple(look.pieces), live_ms=live.whole, host_ms=live.host,
-            replay_ms=replay.whole,
+            replay_ms=_best(replays).whole, cut_ms=None if cut is None else _best(cut.replays).whole,
         )  # fmt: skip
 
 

@@ -74,7 +74,8 @@ class Obstacle:
             yield from (f"        {line}" for line in self._marked())
         yield from wrap(f"fix: {self.remedy or 'do it outside the recorded function'}", _WIDTH, initial_indent="    ",
                         subsequent_indent=" " * 9)  # fmt: skip
-        yield f"    see: {self.link}"
+        if self.code:
+            yield f"    see: phonograph reasons {self.code}"
 
     def _marked(self) -> Iterator[str]:
         indent = len(self.source) - len(self.source.lstrip())
@@ -104,11 +105,20 @@ class Findings:
     """How long of that the host is busy."""
     replay_ms: float | None
     """How long a replay takes; None where nothing was recorded."""
+    cut_ms: float | None = None
+    """How long a call takes that is recorded with ``fallback="split"``, which is tried where something stands in the way; None
+    where that records nothing either."""
 
     @property
     def status(self) -> int:
         """0: recorded whole; 1: something stands in the way."""
         return int(not self.records)
+
+    @property
+    def pays(self) -> bool:
+        """Whether a replay, with cuts if need be, was measured faster than a live call. (Not so where none was measured.)"""
+        took = self.replay_ms if self.records else self.cut_ms
+        return took is not None and self.live_ms is not None and took < self.live_ms
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -117,7 +127,7 @@ class Findings:
     def as_dict(self) -> dict[str, object]:
         found: dict[str, object] = asdict(self)
         found["obstacles"] = [{**asdict(one), "link": one.link} for one in self.obstacles]
-        return {**found, "status": self.status}
+        return {**found, "pays": self.pays, "status": self.status}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -135,7 +145,8 @@ class Findings:
         if self.records:
             return "is recorded whole, in one piece"
         n = len(self.obstacles)
-        return f"{n} obstacle{'s' * (n != 1)}: as it is, it runs live" if n else "was not recorded within these calls"
+        how = "in segments, or live" if self.pays else "live"
+        return f"{n} obstacle{'s' * (n != 1)}: as it is, it runs {how}" if n else "was not recorded within these calls"
 
     def _numbers(self) -> Iterator[str]:
         if self.live_ms is None or self.host_ms is None:
@@ -146,13 +157,17 @@ class Findings:
         if self.replay_ms is not None:
             yield f"a replay: {self.replay_ms:.2f} ms, {self.live_ms / self.replay_ms:.2f} times as fast (measured)"
             if self.replay_ms > self.live_ms:
-                yield "that is slower: pg.record measures this as well, and lets such a recording go"
+                gpu = "; on a GPU it may be otherwise" if self.device == "cpu" else ""
+                yield f"that is slower: pg.record measures this as well, and lets such a recording go{gpu}"
         elif self.obstacles and self.pieces:
             n, most, total = len(self.pieces), max(self.pieces), sum(self.pieces)
             yield (f"with the obstacles out of the way: one recording of about {total} operators. Now they cut it into {n} "
                    f"piece{'s' * (n != 1)}; the longest has {most / total:.0%} of them")  # fmt: skip
             yield (f"expected then, not measured: a replay saves most of these {self.host_ms:.2f} ms (Python, autograd, "
                    "calling operators one by one); what they compute remains")  # fmt: skip
+        if self.cut_ms is not None and not self.records:
+            yield (f'with fallback="split", as it is: {self.cut_ms:.2f} ms, {self.live_ms / self.cut_ms:.2f} times as fast '
+                   "(measured)")  # fmt: skip
 
 
 def _characters(source: str, column: int) -> int:

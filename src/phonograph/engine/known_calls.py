@@ -12,14 +12,15 @@ A signature that runs live for good has a known call as well, which leads to the
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, mod
 from typing import Any
 
 import torch
 
+from .._torch.autograd import takes_no_gradient
 from .._torch.dynamic import Args, Kwargs
 from .._torch.modes import transformed
-from .._torch.tensors import address, is_freed, tensor_check
+from .._torch.tensors import address, any_freed, tensor_check
 from ..call.signature import ALIGNMENT, Call, aliases, has_gradient_or_hooks, unchanged
 from ..capture.recording import Entangled
 from ..errors import Refusal
@@ -54,8 +55,8 @@ class KnownCall:
     both stay current.
     """
 
-    __slots__ = ("_aliases", "_alignments", "_check", "_clear", "_count", "_given", "_guess", "_leaves", "_spans", "_state",
-                 "_trust", "_unchanged", "_whole", "history", "next", "players")  # fmt: skip
+    __slots__ = ("_aliases", "_alignments", "_any_freed", "_check", "_clear", "_count", "_given", "_guess", "_leaves",
+                 "_modulus", "_spans", "_state", "_trust", "_unchanged", "_whole", "history", "next", "players")  # fmt: skip
 
     def __init__(
         self, call: Call, check: Callable[..., bool], given: Matching | None, still: Callable[[], bool], players: list[Player],
@@ -67,7 +68,9 @@ class KnownCall:
         """Gives the tensors among the arguments; None where the others are not what they were. Where there are none but
         tensors, there is nothing to be taken out."""
         self._count = len(tensors)
+        self._any_freed = any_freed(tensors)
         self._alignments = [address(t) % ALIGNMENT for t in tensors]
+        self._modulus = [ALIGNMENT] * len(tensors)
         self._leaves = [t.is_leaf for t in tensors] if any(t.requires_grad for t in tensors) else None
         """Which of the tensors are leaves, if some require gradients."""
         writes = len(tensors) > 1 and any(slot.written for player in players for slot in player.recording.slots)
@@ -108,12 +111,9 @@ class KnownCall:
 
     def knows(self, players: list[Player]) -> bool:
         """Whether it would be made again as it is: for these players, in the modes as they are now."""
-        return self.players is players and self._still()
-
-    def _still(self) -> bool:
         try:
-            return self._unchanged()
-        except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
+            return self.players is players and self._unchanged()
+        except RuntimeError:  # (as below)
             return False
 
     def fits(self, args: Args, kwargs: Kwargs) -> _Tensors | None:
@@ -126,21 +126,30 @@ class KnownCall:
         elif kwargs:
             return None
         n = self._count
-        if len(args) != n or not self._check(*args) or not self._still():
+        if len(args) != n or not self._check(*args):
+            return None
+        try:
+            if not self._unchanged():
+                return None
+        except RuntimeError:  # old and new ways to set the precision of matrix products were mixed: some answer no more
             return None
         # What torch's guards do not look at: where its memory begins, attributes of its own, a gradient, hooks.
         places = (*map(address, args),)
-        if [at % ALIGNMENT for at in places] != self._alignments or any(map(_attributes_of, args)):
+        if [*map(mod, places, self._modulus)] != self._alignments or any(map(_attributes_of, args)):
             return None
         if self._leaves is None:
             if not {*map(gradient, args)} <= _NOTHING:
                 return None
-        elif [t.is_leaf for t in args] != self._leaves or any(map(has_gradient_or_hooks, args)):
+        elif (
+            [t.is_leaf for t in args] != self._leaves
+            or any(map(has_gradient_or_hooks, args))
+            or any(map(takes_no_gradient, args))
+        ):
             return None
         if n > 1 and len({*map(identity, args)}) < n:
             return None  # one tensor given twice is another signature
         if places != self._whole:
-            if any(map(is_freed, args)):
+            if self._any_freed(args):
                 return None
             self._whole = places
         if self._aliases is not None and aliases(args) != self._aliases:

@@ -21,14 +21,31 @@ R = TypeVar("R")
 
 
 def live(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function as one that must really run every time, for its effects or because it needs the host.
+    """A function that really runs in every call, for its effects or because it needs the host.
 
-    A recorded function that calls it is recorded in segments, and this runs between them, once in each call. It is given copies
-    of tensors, without a history (but weights and other tensors from outside themselves); what it writes to them is written. It
-    may return new tensors, of the same shapes each time, what it was given, or None. Where it gives anything else, or changes
-    something on which the rest relies, the recorded function runs live, with the reason. It may be called in a backward, as a
-    hook, say. In code that is compiled a graph ends where it is called.
+    A recorded function that calls it is recorded in segments, and it runs between them, once in each call. Outside of recorded
+    functions it is the function itself. It may be called in a backward too, as a hook. Compiled code has a graph break there.
+
+    Args:
+        function: what has to run. Tensors that the call has made it gets as copies, which are detached: what it writes to these
+            is written back. Weights and other tensors from outside it gets themselves.
+
+    Returns:
+        A function with the same signature. It may return new tensors, of the same shapes in each call, what it was given, or
+        None. If it returns anything else, or changes what the rest of the call relies on, the recorded function runs live, with
+        the reason.
+
+    Raises:
+        TypeError: `function` is not callable.
+
+    Example:
+        >>> import torch, phonograph as pg
+        >>> log = pg.live(lambda loss: print(loss.item()))
+        >>> log(torch.tensor(2.0))
+        2.0
     """
+    if not callable(function):
+        raise TypeError(f"pg.live takes a function, not {type(function).__name__}")
     marked = Marked(function)
 
     @functools.wraps(function)

@@ -10,9 +10,10 @@ that waits for the host anyway. Where results have a backward outside of the cal
 to time that backward itself it would take hooks, which cost a live one more.
 
 One slow call proves nothing, and the first ones of a kind take longer: they are looked at more closely, take memory, and Python
-has not seen them often. So there are rounds, in which calls are played and then run live; the first tells whether there is
-anything to find out, and the others count. A recording goes if its replays are slower both at their best and by their median,
-by more than noise. Where both are as fast, it stays.
+has not seen them often: those do not count. There are two rounds, in which calls are played and then four run live. The first
+tells whether one way takes twice as long as the other; that is a verdict. A recording goes if its replays are slower both at
+their best and by their median, by more than noise. Where both are as fast, it stays. A device may be behind: calls are played
+until it has come to those that ran live.
 
 While calls run live, the recordings of their signature are off the shelf: such a call costs what it would cost later. (That it
 is looked at until then is not counted: later, most are let pass.) It takes memory besides that of the recordings, so where that
@@ -47,11 +48,11 @@ __all__ = ["OPERATOR", "SAMPLES", "Beside", "Clock", "Samples", "Took", "Trial",
            "gradients_moved", "on_trial"]  # fmt: skip
 
 SAMPLES = 6  # calls of each kind in a round: a multiple of the calls that there are in each step of a loop, mostly
-ROUNDS = 3
+ROUNDS = 2
+LIVE = 4  # calls that run live in a round
 _UNLIKE = {True: 2, False: 1}  # first calls of each kind: live ones are looked at more closely, and what they rely on is noted
 NOISE = 1.02
-_CLEARLY = 1.25
-_FAR, _FIRST = 2.0, 2  # so many times as slow are these first calls: there is nothing more to find out
+_FAR = 2.0  # so many times as slow: there is nothing more to find out
 OPERATOR = 1e-6  # seconds: no operator is called in less
 _COPY = 1e-11  # seconds a byte, where memory is slow
 _SLIGHT = 0.01  # of what a replay takes: where so much at most can be lost, nothing has to be tried
@@ -155,8 +156,14 @@ class Samples:
             self._times[took.live].append(times)
         return times is not None
 
-    def forget_pending(self) -> None:
-        self._pending.clear()
+    def forget(self, took: Took) -> None:
+        """This one is not to be counted."""
+        self._pending = [other for other in self._pending if other is not took]
+
+    @property
+    def pending(self) -> bool:
+        """Whether it is yet to be found out how long some took that ran live and are over."""
+        return any(took.live and took.host is not None for took in self._pending)
 
     def count(self, live: bool) -> int:
         return len(self._times[live])
@@ -238,7 +245,8 @@ class Trial:
         self._may_run_live = may_run_live
         self._averaged = averaged
         self._live = False
-        self._unlike = 1  # calls that do not count
+        self._unlike = _UNLIKE[False]  # calls that do not count
+        self._ran = 0  # live calls of this round
         self._rounds = 1
         self._idle = 0
         self._last: Took | None = None  # of which the end is yet to come
@@ -256,6 +264,7 @@ class Trial:
         _moved += live and self._moves_gradients
         if live is not self._live or took.device != self.device:
             return
+        self._ran += live
         if self._unlike:
             self._unlike -= 1
             return
@@ -280,45 +289,48 @@ class Trial:
         """What comes next, after each call of the function. It is taken for done."""
         self._idle = 0 if self._samples.collect() else self._idle + 1
         turn = self._next()
-        if turn is Turn.PLAY:
-            self._rounds += 1
-            if self._rounds == 2:
-                self._samples = Samples()
         if turn in (Turn.RUN_LIVE, Turn.PLAY):
-            self._live = turn is Turn.RUN_LIVE
-            self._unlike = _UNLIKE[self._live]
-            self._samples.forget_pending()  # they have the change in them
-            self._last = None
+            self._changes(turn is Turn.RUN_LIVE)
         return turn
+
+    def _changes(self, live: bool) -> None:
+        """Calls are of the other kind from now on. Those that last until the next call have the change in them."""
+        first = self._rounds == 1 and live
+        self._unlike = _UNLIKE[True] - self._has_backward if first else 0
+        self._rounds += not live
+        self._live, self._ran = live, 0
+        if self._last is not None:
+            self._samples.forget(self._last)
+            self._last = None
 
     def _next(self) -> Turn:
         if self._idle > _PATIENCE:
             return self._undecided
-        if self._live and self._rounds == 1 and self._samples.count(True) >= _FIRST:
-            first = self._far_apart()
-            if first is not None:
-                return first
-        if self._samples.count(self._live) < SAMPLES * max(1, self._rounds - 1):
+        if self._live:
+            return Turn.GO_ON if self._ran < LIVE else self._compared() or Turn.PLAY
+        if self._rounds > 1 and (verdict := self._compared()) is not None:
+            return verdict
+        if self._rounds > ROUNDS or self._samples.count(False) < SAMPLES * self._rounds:
             return Turn.GO_ON
-        if not self._live:
-            doubt = self._rounds > 1 or (self._may_run_live and (self.cut is not None or self._in_doubt()))
-            return Turn.RUN_LIVE if doubt else self._undecided
-        if self._rounds < ROUNDS:
-            return Turn.KEEP if self._rounds == 1 and self._samples.slower(True, _CLEARLY) else Turn.PLAY
-        if self._samples.slower(False):
+        doubt = self._rounds > 1 or (self._may_run_live and (self.cut is not None or self._in_doubt()))
+        return Turn.RUN_LIVE if doubt else self._undecided
+
+    def _compared(self) -> Turn | None:
+        """The verdict, as soon as there is one: when all that ran live is timed."""
+        if self._samples.pending:
+            return None
+        over = self._rounds > ROUNDS or (self._live and self._rounds == ROUNDS)
+        by = NOISE if over else _FAR
+        if self._samples.count(True) and self._samples.slower(False, by):
             return Turn.DROP
-        return Turn.KEEP if self._samples.slower(True) else self._undecided
+        if self._samples.count(True) and self._samples.slower(True, by):
+            return Turn.KEEP
+        return self._undecided if over else None
 
     @property
     def _undecided(self) -> Turn:
         """What comes of it where neither way is known to be faster."""
         return Turn.KEEP if self.cut is None else Turn.DROP
-
-    def _far_apart(self) -> Turn | None:
-        """The verdict after a few live calls, if the two ways are far apart."""
-        if self._samples.slower(False, _FAR):
-            return Turn.DROP
-        return Turn.KEEP if self._samples.slower(True, _FAR) else None
 
     def _in_doubt(self) -> bool:
         """Whether the operators might be faster when they are called one by one. They keep the host for some time then; on the

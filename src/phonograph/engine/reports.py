@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,8 +59,7 @@ class Report:
         parts = refusal.remedy.split(_OR)
         left = [part for part in parts if not any(words in part for words in self._done)]
         if len(left) < len(parts):
-            refusal = copy.copy(refusal)
-            refusal.remedy = _OR.join(left)
+            refusal = refusal.but(remedy=_OR.join(left))
             refusal.drop_references()
         return refusal
 
@@ -69,7 +67,7 @@ class Report:
         """One message. Who is warned finds it in the log only where that says all."""
         logger.log(logging.DEBUG if warns else logging.INFO, "%s %s: %s", self._name, what, refusal)
         if warns:
-            warnings.warn(f"{self._name} {what}: {refusal}", RunsLive, stacklevel=users_level())
+            warnings.warn(f"{self._name} {what}: {refusal.brief}", RunsLive, stacklevel=users_level())
 
     def not_padded(self, refusal: Unpadded) -> None:
         """Tell a reason not to pad, once."""

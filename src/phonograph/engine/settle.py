@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .._torch.dynamic import Leaves
@@ -169,7 +167,7 @@ class Settlement:
             raise entangled.of_container()
         if (refusal := entangled.refusal(call, Naming(self._request.function))) is not None:
             remedy = NETWORK if in_trainer(self._request.reach.modules) else refusal.remedy
-            raise replace(refusal, remedy=remedy, this_call=True)
+            raise refusal.but(remedy=remedy, this_call=True)
         return entangled
 
     def _relied_on(self) -> Snapshot:

@@ -207,7 +207,7 @@ def _is_as_before(now: dict[object, object] | None, old: dict[object, object]) -
 def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
     """The storages of the tensors, and the identities of what holds such, that are in places in which they were not found."""
     new = [b for _, of, old in tables for name, b in (table_of(of) or {}).items() if b is not old.get(name, MISSING)]
-    new += [x for _, of, was in lists for x in of if not _is_same(was, (*of,))]
+    new += [x for _, of, was in lists if not _is_same(was, (*of,)) for x in of]
     found = [value for value in new if value is not None and is_state(value)]
     values = [x for value in new if value is not None for x in (tensors_in(value) if is_state(value) else [value])]
     return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}.union(*map(holders_in, found))

@@ -8,6 +8,7 @@ capture puts a dial in its place, where all code sees it. That code may do anyth
   has to be one of Python's (`int`, an index, a size): that it is this one. Everything else that Python can do with a number
   (a format, a copy) gets the real one, and is noted.
 * `math` reads a number where no method is asked: for the time of the capture, its functions are replaced by such as give dials.
+  So is `float`, which gives a plain number whatever a method says: in modules whose code only calls it.
 * To torch a dial may only go as an argument of a function that hands it on, as it is, to an operator of the same name
   (`_PLAIN`); a mode looks at all of torch's functions for that. What else takes a number may work out others with it, or
   decide by it, unseen; a few such functions are written out here (`composite_functions`).
@@ -19,6 +20,7 @@ A number of which anything else becomes is baked in after all, with the reason n
 from __future__ import annotations
 
 import dis
+import inspect
 import math
 import re
 import sys
@@ -26,7 +28,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import wraps
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +40,7 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import hands_out
+from ..python.bytecode import hands_out, uses_of_float
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
 from ..python.unnamed_reads import HARMLESS, reads_any_of
@@ -51,7 +54,7 @@ from .composite_functions import CONSTANTS, WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals
 from .reachable import Reach
 
-__all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "takes"]
+__all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "reader", "takes"]
 
 At = tuple[int, object]
 
@@ -367,28 +370,52 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     before = [(space, name, f) for space, name, f in own if f in instead]
     for space, name, f in before:
         space[name] = instead[f]
-    converting = vars(torch.nn.utils.clip_grad)
-    converts = "float" not in converting
-    if converts:  # which does nothing else with it than to call it
-        converting["float"] = _float
+    converting = [space for space in (vars(torch.nn.utils.clip_grad), *_converting(functions)) if "float" not in space]
+    for space in converting:
+        space["float"] = _float
+    dials.converting = {*map(id, converting)}
     try:
         if any(type(v) is BuiltinFunctionType and v in instead for h in reach.holders for v in h.read()):
             dials.stray_all("may be given to a function of math that is no global variable")
         with _Guard(dials):
             yield
     finally:
-        if converts:
-            del converting["float"]
+        for space in converting:
+            if space.get("float") is _float:
+                del space["float"]
         for space, name, f in before:
             if space.get(name) is instead[f]:
                 space[name] = f
 
 
-def _float(x: Thing) -> Thing:
+def _converting(functions: Iterable[FunctionType]) -> list[dict[str, Any]]:
+    """The global variables of modules in which `float` may be another function for a while: some of these functions call it,
+    and no code there asks whether it is the class."""
+    calling = {id(f.__globals__): f.__globals__ for f in functions if "calls" in uses_of_float(f.__code__)}
+    return [space for space in calling.values() if not any("other" in uses_of_float(code) for code in _codes_of(space))]
+
+
+def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
+    """The code of a module's functions, and of its classes' methods."""
+    things = [*space.values()]
+    for kind in [x for x in things if isinstance(x, type) and x.__module__ == space.get("__name__")]:
+        members = [getattr(x, "__func__", x) for x in vars(kind).values()]
+        things += [f for x in members for f in ((x.fget, x.fset, x.fdel) if isinstance(x, property) else (x,))]
+    for f in map(inspect.unwrap, [x for x in things if type(x) is FunctionType]):
+        if type(f) is FunctionType and f.__globals__ is space:
+            yield f.__code__
+
+
+def _float(x: Thing = 0.0, /) -> Thing:
     """A number as a float, followed as before."""
     if type(x) is Tally:
         return x.as_float()
     return x if type(x) is Dial and x.wide else float(x)
+
+
+def reader(frame: FrameType) -> FrameType:
+    """The frame whose code reads what this one does: that which has called `float`, where that is another function."""
+    return frame.f_back if frame.f_code is _float.__code__ and frame.f_back is not None else frame
 
 
 def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
@@ -453,7 +480,9 @@ def judged(
     if dials.blind and (hooked or any(code.co_name == "backward" and is_users(code.co_filename) for code, _ in ran)):
         dials.stray_all("may be read by code that runs in torch.autograd.grad")
     both = [*ran, *((f.__code__, f.__globals__) for f in more if type(f) is FunctionType)]
-    for code, _ in both:
+    for code, space in both:
+        if id(space) in dials.converting and not uses_of_float(code) <= {"calls"}:
+            dials.stray_all("is read where code asks for the class float")
         asks = _ASKS if is_torchs(code.co_filename) else _ASKS_FOR_MODES
         goes_by = not (training and is_torchs(code.co_filename)) and "handle_torch_function" not in code.co_names
         if goes_by and any(name.startswith(asks) for name in code.co_names):

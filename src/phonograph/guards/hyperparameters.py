@@ -51,13 +51,13 @@ from ..python.holders import Spot
 from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
-from ..python.origin import is_ours, is_torchs
+from ..python.origin import is_ours, is_torchs, written_out
 from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
 from ..values.host_scalars import READS_NUMBER
 from ..values.numbers import base_of, is_truth
-from ..values.step_counts import StepCounts, begins, single
+from ..values.step_counts import Cell, StepCounts, begins, single
 from .reachable import Reach
 
 __all__ = ["DECIDES", "GOES_ON", "Decided", "Dial", "Dials", "Values", "probing", "reals"]
@@ -272,6 +272,15 @@ def _bits(values: Values) -> bytes:
     return struct.pack(f"{len(values)}d", *values)
 
 
+def _looking(sources: Sequence[tuple[dict[str, Any], str]]) -> Callable[[], list[Any]]:
+    """A function that gets what is in these groups now."""
+    names: dict[str, object] = {f"get{i}": group.get for i, (group, _) in enumerate(sources)}
+    look: Callable[[], list[Any]] = written_out(
+        f"lambda: [{', '.join(f'get{i}({key!r})' for i, (_, key) in enumerate(sources))}]", names
+    )
+    return look
+
+
 def _may_be_dialled(key: str, setting: object) -> bool:
     """Numbers; and no momentum of 0, by which operators, too, decide that there is none."""
     numbers = _numbers(setting)
@@ -321,7 +330,8 @@ class Dials:
             for group in o.param_groups for key in keys
             if _may_be_dialled(key, group.get(key)) and (identity(group), key) not in wide
         ]  # fmt: skip
-        self.counts = counts
+        self.counts, self._counting = counts, bool(counts)
+        self._look = _looking(self.sources)
         self._last: list[Any] = [group[key] for group, key in self.sources]
         self._forms = [*map(_form, self._last)]
         read = [_numbers(v) or () for v in self._last]
@@ -336,6 +346,7 @@ class Dials:
         self._aliases = 0
         self.times_taken: Counter[float] = Counter()
         """How often operators took each that is wide, by its probe."""
+        self.converting: Set[int] = frozenset()  # the ids of global variables among which `float` was another function
         self.blind = False  # whether code may have run that no mode looked at
         self._seen_last: list[Any] = [spot.get() for spot in spots]
         self._others: list[int] = []  # where there was another number at the last look
@@ -368,7 +379,7 @@ class Dials:
         self._thread = threading.get_ident()
         # Known once the capture is over: what depends on counts, which are others at each replay.
         self._settled: _Settled | None = None
-        self._moves: list[tuple[Callable[[Values], Values], list[list[int]]]] = []
+        self._moves: list[tuple[Callable[[Values], Values], list[list[Cell]]]] = []
         self.followed: set[tuple[int, str]] = set()
         """The (group identity, key) pairs that the program follows: those whose value was used or decided by."""
         self.marks: set[int] = set()
@@ -648,12 +659,12 @@ class Dials:
         formula(self.values)
         return any(i >= self._counts_from for i in self._touched)
 
-    def _moving(self, stand: Sequence[Dial]) -> tuple[Callable[[Values], Values], list[list[int]]]:
-        """What counts are when these dials stand for them: the formulas, and the counts' places of each."""
+    def _moving(self, stand: Sequence[Dial]) -> tuple[Callable[[Values], Values], list[list[Cell]]]:
+        """What counts are when these dials stand for them: the formulas, and the counts' cells of each."""
         places: dict[float, list[int]] = {}
         for i, dial in enumerate(stand):
             places.setdefault(dial.probe, []).append(i)
-        return written([self.formulas[probe] for probe in places]), [*places.values()]
+        return written([self.formulas[probe] for probe in places]), [*map(self.counts.cells, places.values())]
 
     def _taken_as(self, probes: Iterable[float]) -> dict[float, Formula]:
         """What operators take for these: floats, whatever they were worked out of."""
@@ -674,16 +685,12 @@ class Dials:
     def turned(self, *, running: bool = False) -> bool:
         """Whether a source has another value than at the last look; then `values` are the new ones. While a call is `running`,
         its counts are those with which it began."""
-        counts = self.values[self._counts_from :] if running or not self.counts else self.counts.values()
-        now, settings = [group.get(key) for group, key in self.sources], self._settings
-        there, at_spots, others = (
-            [spot.get() for spot in self.spots] if self.spots else self._seen_last,
-            self._at_spots,
-            self._others,
-        )
+        now, settings, at_spots, others = self._look(), self._settings, self._at_spots, self._others
+        there = [spot.get() for spot in self.spots] if self.spots else self._seen_last
         sets, moves = not all(map(operator.is_, now, self._last)), not all(map(operator.is_, there, self._seen_last))
-        if not (sets or moves or self.counts):
+        if not (sets or moves or self._counting):
             return False
+        counts = self.values[self._counts_from :] if running or not self._counting else self.counts.values()
         if sets:
             read = [_numbers(v) for v in now]
             other = None in read or [*map(_form, now)] != self._forms
@@ -712,7 +719,7 @@ class Dials:
             numbers = self.numbers().values()
             for formula in self._handed_out:
                 formula(self.values)  # which may raise
-            self._leaves = self._leave(self.values)
+            self._leaves = self._leave(self.values) if self._become else ()
             if self.wide and any(_LARGEST < abs(number) < math.inf for number in numbers):
                 self._stale = True
                 return False
@@ -723,8 +730,8 @@ class Dials:
 
     def advance(self, segment: int = -1) -> None:
         """The program has run, up to the end of this segment: counts are what eager would have left."""
-        become, places = self._moves[segment]
-        self.counts.put([*zip(become(self.values), places, strict=True)])
+        become, cells = self._moves[segment]
+        self.counts.put(become(self.values), cells)
         if segment == -1:
             for i, number in zip(self._become, self._leaves, strict=True):
                 self.spots[i].put(number)
@@ -736,8 +743,8 @@ class Dials:
         for position, i, dial in self._moving_at:
             if position < ran:
                 stand[i] = dial
-        become, places = self._moving(stand)
-        self.counts.put([*zip(become(self.values), places, strict=True)])
+        become, cells = self._moving(stand)
+        self.counts.put(become(self.values), cells)
         for i, number in zip(self._become, self._leaves, strict=True) if shows else ():
             self.spots[i].put(number)
 
@@ -772,6 +779,8 @@ def _numbers_of(formulas: Mapping[float, Formula]) -> Callable[[Values], Iterabl
 def _decisions(conditions: Iterable[tuple[Formula, bool]]) -> Callable[[Values], bool]:
     """Whether all of these are decided as they were."""
     decided = [*conditions]
+    if not decided:
+        return _none_decided
     outcomes = tuple([outcome for _, outcome in decided])
     now = written([Worked(bool, formula) for formula, _ in decided])
     return lambda values: now(values) == outcomes

@@ -88,6 +88,17 @@ def _named_in(kind: type) -> frozenset[str]:
     return frozenset(named | vars(torch.nn.Module()).keys())
 
 
+_CONTAINERS: tuple[Any, ...] = tuple, frozenset, list, set, deque
+
+
+def _length(values: Collection[object]) -> int:
+    """How many items there are, whatever a class of the user's says of that."""
+    for kind in _CONTAINERS:
+        if isinstance(values, kind):
+            return int(kind.__len__(values))
+    return len(values)
+
+
 class Objects:
     """What is in reach, by kinds, each thing once; what has been met and is still to be visited. What code leads to, and which
     way leads into what, is a `Reach`'s business."""
@@ -168,7 +179,7 @@ class Objects:
 
     def _is_crowd(self, path: str, thing: object, values: Collection[object]) -> bool:
         """Whether something holds more than can be walked through at all."""
-        if len(values) <= LIMIT:
+        if _length(values) <= LIMIT:
             return False
         crowd = sum(not (kind in LEAVES or issubclass(kind, torch.Tensor)) for kind in map(type, [*values])) > LIMIT
         if crowd:
@@ -246,8 +257,9 @@ class Objects:
             self.mentions.asks_identity = self.mentions.keyed_by_identity = True
 
     def _tuple(self, path: str, values: Thing) -> None:
-        if not self._is_crowd(path, values, values):
-            self._fixed(path, (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),))
+        items = (*(tuple if issubclass(type(values), tuple) else frozenset).__iter__(values),)
+        if not self._is_crowd(path, values, items):
+            self._fixed(path, items)
 
     def _view(self, path: str, view: MappingProxyType[object, object]) -> None:
         self._hold(kept(path, lambda: (*view, *view.values())))
@@ -479,6 +491,8 @@ class Objects:
         attributes, own = recorded.__dict__, recorded.own
 
         def read() -> Reading:
+            if attributes.keys() <= own:
+                return ()
             return tuple([x for k, v in attributes.items() if k not in own for x in (k, v)])
 
         def restore(values: Reading) -> None:

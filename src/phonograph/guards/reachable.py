@@ -94,6 +94,8 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
 # What Python keeps in a class once an object of it is copied or pickled (as results are, by us), or its annotations are read.
 _KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
 
+_bases_of, _name_of = operator.attrgetter("__bases__"), operator.attrgetter("__name__")
+
 
 class Reach(Objects):
     """Everything found by walking from `roots` (functions, modules, optimizers...), each thing once. With the code that `ran`,
@@ -149,7 +151,7 @@ class Reach(Objects):
 
             self._hold(Holder("code", reading_parts(functions), restore))
         if objects or kinds:
-            self._hold(kept("class", lambda: (*map(type, objects), *[x for k in kinds for x in (k.__bases__, k.__name__)])))
+            self._hold(kept("class", lambda: (*map(type, objects), *map(_bases_of, kinds), *map(_name_of, kinds))))
         if any(isinstance(k, abc.ABCMeta) for k in kinds) and self.mentions.asks_kind:
             self._hold(kept("registered classes", lambda: (abc.get_cache_token(),)))
         if self._odd:

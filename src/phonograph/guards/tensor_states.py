@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 
 from .._torch.dynamic import Leaves, Reading, Table
-from .._torch.tensors import TensorBase, address, has_memory, tensor_check
+from .._torch.tensors import TensorBase, address, has_memory, is_leaf, tensor_check
 from ..values.tensor_subclasses import consists_of_parts, parts_of_all
 
 __all__ = ["alike", "hook_values", "hooks_of", "like", "state_of", "states_of", "with_parts_like"]
@@ -64,7 +64,7 @@ def hook_values(t: torch.Tensor) -> tuple[object, ...]:
 
 
 def _grad_dtype(t: torch.Tensor) -> torch.dtype | None:
-    return getattr(t, "grad_dtype", None) if t.is_leaf else None
+    return getattr(t, "grad_dtype", None) if is_leaf(t) else None
 
 
 _Base = TensorBase

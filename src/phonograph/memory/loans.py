@@ -115,7 +115,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, Borrowed):
         return t
     t.loan.check()
-    with without_subclasses():
+    with without_subclasses(), torch.enable_grad():  # in no_grad, autograd would give the view no gradient
         bare: torch.Tensor = t.view_as(t) if t.requires_grad else t.inner
         return bare
 

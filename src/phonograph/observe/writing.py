@@ -25,7 +25,7 @@ class Report:
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()  # what is still on its way is not timed yet
         replays = measured(load(self._trace)) if self._trace is not None and self._trace.exists() else {}
-        self._path.write_text(str(Page(ledgers(), replays)), encoding="utf-8")
+        _replace(self._path, str(Page(ledgers(), replays)))
 
     def __enter__(self) -> Report:
         asking(self, True)
@@ -36,3 +36,17 @@ class Report:
             self.write()
         finally:
             asking(self, False)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file beside it, and move that in its place: where writing fails, as on a full disk, the old page stays."""
+    if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays one
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from .code_cache import of_code
 
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches", "formats_any",
-           "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in",
-           "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "words_in", "words_of"]  # fmt: skip
+           "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself", "matches", "names_in", "read_at",
+           "set_at", "slight_use_in", "used_in", "used_in_full", "uses_of_float", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -727,6 +727,35 @@ def _named(loading: Instructions) -> str:
         return ""
     name = first.argval[0] if isinstance(first.argval, tuple) else first.argval
     return "self" if name in ("self", "cls") else ""
+
+
+@of_code
+def uses_of_float(code: CodeType) -> frozenset[str]:
+    """What code, or a function that it defines, does with Python's `float`: "calls" it, "annotates" a function with it, "other"
+    things."""
+    found = set[str]()
+    for inner in all_within(code):
+        every = [*dis.get_instructions(inner)] if "float" in inner.co_names else []
+        for n, i in enumerate(every):
+            if i.argval != "float" or not i.opname.startswith((*_OF_GLOBALS, *_ASSIGN, "IMPORT_FROM")):
+                continue
+            calls = i.opname in _OF_GLOBALS and _arguments(every[n + 1 :]) is not None
+            found.add("calls" if calls else "annotates" if _annotates(inner, every[n:]) else "other")
+    return frozenset(found)
+
+
+def _annotates(code: CodeType, loading: Instructions) -> bool:
+    """Whether the first of these instructions loads something for the annotations of a function that is defined next."""
+    if code.co_name == "__annotate__":
+        return True
+    making = next((n for n, i in enumerate(loading) if not i.opname.startswith(_EXPRESSIONS)), len(loading))
+    last = [i for i in loading[making:] if i.opname not in _SILENT][:2]
+    told = [i.arg for i in last if i.opname in ("MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE")]
+    return bool(last) and last[0].opname == "MAKE_FUNCTION" and any(_ANNOTATED & (arg or 0) for arg in told)
+
+
+_ANNOTATED = 4  # among the flags of a function that is made
+_EXPRESSIONS = ("LOAD_", "BUILD_", "BINARY_", "CACHE", "EXTENDED_ARG", "PUSH_NULL")
 
 
 _CATCHING = ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH", "SETUP_FINALLY", "MATCH_")

@@ -23,8 +23,8 @@ from ..errors import Refusal
 from ..python.identity import identity
 from .pytree import containers, flatten, unflatten
 
-__all__ = ["COMPARISONS", "NUMBER_READERS", "READS_NUMBER", "Numeral", "Site", "listable", "readable", "reading", "site_of",
-           "tensors_of", "without"]  # fmt: skip
+__all__ = ["COMPARISONS", "LEFT_ALIGNED", "NUMBER_READERS", "READS_NUMBER", "Numeral", "Site", "listable", "readable",
+           "reading", "site_of", "tensors_of", "without"]  # fmt: skip
 
 _OF_TWO = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod", "and", "or", "xor", "lshift", "rshift")
 _OTHERS = (
@@ -39,9 +39,11 @@ _MOST = 32  # numbers of one tensor: each is a result of its own
 Site = tuple[object, object]  # a code object, and where in it the call is that reads
 READS_NUMBER = torch.ops.aten._local_scalar_dense.default
 NUMBER_READERS = (READS_NUMBER, torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default)  # these in inference mode
+LEFT_ALIGNED = "aten::_nested_tensor_from_mask_left_aligned"
 COMPARISONS: dict[str, Callable[..., torch.Tensor]] = {
     "aten::equal": lambda a, b: (a == b).all(),
     "aten::allclose": lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+    LEFT_ALIGNED: lambda t, mask, mask_check=True: (mask[:, 1:] <= mask[:, :-1]).all(),
 }
 """Operators that answer with a truth value on the host, and what gives that as a tensor."""
 

@@ -14,16 +14,19 @@ waits for each. The program itself moves these on; a replay waits once, for all 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import TypeGuard
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby, repeat
+from operator import setitem
+from typing import TypeAlias, TypeGuard
 
 import torch
 
 from .._torch.dynamic import Private
 from ..python.identity import identity
 
-__all__ = ["StepCounts", "begins", "counts_on_the_host", "single"]
+__all__ = ["Cell", "StepCounts", "begins", "counts_on_the_host", "single"]
 
 _KEPT = ("step", "mu_product")  # what is kept so; the latter by NAdam, the product of its momenta
 _KEEPING = tuple([getattr(torch.optim, name) for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad",
@@ -32,7 +35,8 @@ _CELLS: dict[torch.dtype, Private] = {torch.float32: ctypes.c_float, torch.float
 
 _DEVICES = ("cpu", "cuda")
 
-_value = attrgetter("value")
+Cell: TypeAlias = "memoryview[float]"
+_all_of = deque[None](maxlen=0).extend
 
 
 def single(x: float) -> float:
@@ -55,48 +59,85 @@ def counts_on_the_host(optimizer: torch.optim.Optimizer) -> bool:
 
 class StepCounts:
     """The counts of some optimizers. Those of one optimizer that have the same value are a class: `of` says which class a count
-    is in, by its place in `tensors`."""
+    is in, by its place in `tensors`, where those of a class stand together."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         kept = sorted(((o, name, t) for o in optimizers for name, t in _kept_by(o)), key=lambda count: not count[2].is_cpu)
         found = {identity(t): (o, name, t) for o, name, t in kept}
-        self.tensors = [t for _, _, t in found.values()]
-        self.index = {key: i for i, key in enumerate(found)}
-        self.here = [t for t in self.tensors if t.is_cpu]
-        self._there = [t.detach() for t in self.tensors[len(self.here) :]]
-        self._storages = [t.untyped_storage() for t in self.here]  # which the cells do not keep
-        self._cells = [_CELLS[t.dtype].from_address(t.data_ptr()) for t in self.here]
+        self._keep([t for _, _, t in found.values()])
+        numbers = [*self._each.unpack(self._gathered()), *self._numbers_there()]
         classes: dict[object, int] = {}
-        alike = [(identity(o), name, t.dtype, v) for (o, name, t), v in zip(found.values(), self._read(), strict=True)]
-        self.of = [classes.setdefault(key, len(classes)) for key in alike]
-        self._firsts = [*map(self.of.index, range(len(classes)))]
-        self._began: list[float] = []
-        self._left: list[float] = []
+        alike = [(identity(o), name, t.dtype, t.is_cpu, n) for (o, name, t), n in zip(found.values(), numbers, strict=True)]
+        of = [classes.setdefault(key, len(classes)) for key in alike]
+        together = sorted(range(len(of)), key=of.__getitem__)  # (all on the host come first, by class as well)
+        self.of = [of[i] for i in together]
+        self._keep([self.tensors[i] for i in together])
+        self.index = {identity(t): i for i, t in enumerate(self.tensors)}
+        self._count_classes()
+        self._began = self._left = b"", list[float]()
+
+    def _keep(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.here = [t for t in tensors if t.is_cpu]
+        self._there = [t.detach() for t in tensors[len(self.here) :]]
+        self._storages = [t.untyped_storage() for t in self.here]  # which the cells do not keep
+        self._cells = [_cell(t) for t in self.here]
+        self._each = struct.Struct("=" + "".join(map(_form, self.here)))
+
+    def _count_classes(self) -> None:
+        times = [len([*members]) for _, members in groupby(self.of)]
+        firsts = [*accumulate(times, initial=0)][:-1]
+        here = [(t, n) for i, n in zip(firsts, times, strict=True) if (t := self.tensors[i]).is_cpu]
+        self._firsts = struct.Struct("=" + "".join(f"{_form(t)}{(n - 1) * t.itemsize}x" for t, n in here))
+        ends = [*accumulate([n * t.itemsize for t, n in here], initial=0)]
+        self._runs = [(at, at + t.itemsize, at + n * t.itemsize, n) for at, (t, n) in zip(ends, here, strict=False)]
+        self._firsts_there = [(i - len(self.here), n) for i, n in zip(firsts, times, strict=True) if i >= len(self.here)]
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
 
-    def _read(self) -> list[float]:
-        found = [*map(_value, self._cells)]
-        return found + torch.stack(self._there).tolist() if self._there else found
+    def _gathered(self) -> bytes:
+        """Those on the host, bit by bit: one call, however many there are."""
+        return b"".join(self._cells)
+
+    def _numbers_there(self) -> list[float]:
+        return torch.stack(self._there).tolist() if self._there else []
+
+    def _read(self) -> tuple[bytes, list[float]]:
+        return self._gathered(), self._numbers_there()
 
     def values(self) -> tuple[float, ...] | None:
         """The value of each class now; None if a class has several."""
-        now = self._read()
-        values = tuple([now[i] for i in self._firsts])
-        return values if now == [values[k] for k in self.of] else None
+        now = self._gathered()
+        for at, first, end, times in self._runs:
+            if now[at:end] != now[at:first] * times:
+                return None
+        here = self._firsts.unpack(now)
+        if not self._there:
+            return here
+        there = self._values_there()
+        return None if there is None else (*here, *there)
+
+    def _values_there(self) -> list[float] | None:
+        now = self._numbers_there()
+        for i, times in self._firsts_there:
+            if now[i : i + times] != now[i : i + 1] * times:
+                return None
+        return [now[i] for i, _ in self._firsts_there]
 
     def begin(self) -> None:
         """A run begins that may have to be taken back."""
         self._began = self._left = self._read()
 
-    def put(self, values: Sequence[tuple[float, Sequence[int]]]) -> None:
-        """Set counts on the host: each value to those at some places; all together have all places."""
-        cells = self._cells
-        for value, places in values:
-            for i in places:
-                if i < len(cells):
-                    cells[i].value = value
+    def cells(self, places: Iterable[int]) -> list[Cell]:
+        """Those of these places that are on the host, to be `put`."""
+        return [self._cells[i] for i in places if i < len(self._cells)]
+
+    @staticmethod
+    def put(values: Iterable[float], cells: Iterable[Sequence[Cell]]) -> None:
+        """Set counts on the host: each value to those in some cells."""
+        for value, some in zip(values, cells, strict=True):
+            _all_of(map(setitem, some, repeat(0), repeat(value)))  # type: ignore[arg-type]
 
     def leave(self) -> None:
         """Code of the user's runs next."""
@@ -108,7 +149,17 @@ class StepCounts:
 
     def take_back(self) -> None:
         """The run is taken back."""
-        self.put([(value, (i,)) for i, value in enumerate(self._began)])
+        self.put(self._each.unpack(self._began[0]), [[cell] for cell in self._cells])
+
+
+def _cell(t: torch.Tensor) -> Cell:
+    """The memory of a count, as one number."""
+    kind = _CELLS[t.dtype]
+    return memoryview(kind.from_address(t.data_ptr())).cast("B").cast(_form(t))  # type: ignore[call-overload, no-any-return]
+
+
+def _form(t: torch.Tensor) -> str:
+    return "f" if t.dtype is torch.float32 else "d"
 
 
 def _kept_by(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

@@ -26,7 +26,8 @@ __all__ = ["unwrap", "wrap"]
 def wrap(fn: Any, options: Options, kind: Callable[[Any, Options], Recorded[Any, Any]] = Recorded) -> Any:
     """What `record` returns for a function or module; `kind` makes the recorded function."""
     if not callable(fn):
-        raise TypeError(f"pg.record takes a function, not {type(fn).__name__}")
+        hint = ": record its step, optimizer.step = pg.record(optimizer.step)" if isinstance(fn, torch.optim.Optimizer) else ""
+        raise TypeError(f"pg.record takes a function or module, not {type(fn).__name__}{hint}")
     if isinstance(fn, Recorded):
         fn = fn.__wrapped__
     if isinstance(fn, Unrolled):

@@ -80,16 +80,18 @@ def test_c06_statistics_of_batch_norm_taken_anew(device, way):
 
 @may_run_live
 @both_ways
-def test_c11_an_averaged_model_in_what_is_recorded(device, way):
+@pytest.mark.parametrize("fallback", ["live", "auto"])
+def test_c11_an_averaged_model_in_what_is_recorded(device, way, fallback):
     """`update_parameters` asks on the host how many there were."""
 
     def update_of(run):
         run.extra = swa_utils.AveragedModel(run.model, run.device, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
         return lambda: (run.optimizer.step(), run.extra.update_parameters(run.model))[0]
 
-    twins = Twins(device, way, SGD, updating(update_of))
+    twins = Twins(device, way, SGD, updating(update_of), fallback=fallback)
     twins.train(*range(5))
-    twins.assert_live("on the host")
+    if fallback == "live":
+        twins.assert_live("on the host")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -194,11 +196,13 @@ def test_c06_a_gradient_scaler_for_two_optimizers(device, way):
 @may_run_live
 @both_ways
 @pytest.mark.parametrize("clipped", [False, True])
-def test_c11_a_gradient_scaler_that_decides_on_the_host(device, way, clipped):
+@pytest.mark.parametrize("fallback", ["live", "auto"])
+def test_c11_a_gradient_scaler_that_decides_on_the_host(device, way, clipped, fallback):
     """For those that keep step counts on the host it asks whether something overflowed before it calls `step`."""
-    twins = Twins(device, way, ADAM, scaled(clipped))
+    twins = Twins(device, way, ADAM, scaled(clipped), fallback=fallback)
     train_with_overflows(twins)
-    twins.assert_live("on the host")
+    if fallback == "live":
+        twins.assert_live("on the host")
 
 
 @may_run_live

@@ -136,10 +136,13 @@ def searching(run, model, beside):
 @may_run_live
 @both_ways
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
-def test_c11_lbfgs_runs_live(device, way, search):
-    twins = Twins(device, way, partial(torch.optim.LBFGS, max_iter=4, line_search_fn=search), searching)
-    twins.train(*range(4))
-    twins.assert_live("on the host")
+@pytest.mark.parametrize("fallback", ["live", "auto"])
+def test_c11_lbfgs_decides_on_the_host(device, way, search, fallback):
+    lbfgs = partial(torch.optim.LBFGS, max_iter=4, line_search_fn=search)
+    twins = Twins(device, way, lbfgs, searching, fallback=fallback)
+    twins.train(*range(4 if fallback == "live" else 12))
+    if fallback == "live":
+        twins.assert_live("on the host")
 
 
 @may_run_live

@@ -109,8 +109,8 @@ def test_c06_where_such_a_backward_begins_again(device):
 
 
 @may_run_live
-def test_c06_such_a_model_without_split_runs_live(device):
-    ours = pairs(Masked, device)
+def test_c06_such_a_model_that_is_not_to_be_cut_runs_live(device):
+    ours = pairs(Masked, device, fallback="live")
     assert pg.stats(ours).replayed == 0
 
 

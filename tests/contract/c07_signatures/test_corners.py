@@ -224,3 +224,24 @@ def test_c04_a_state_dict(device):
     f = pg.record(lambda x: layer.state_dict(), warmup=1)
     for _ in range(4):
         assert f(ramp(device, 3))._metadata == layer.state_dict()._metadata
+
+
+@may_run_live
+@pytest.mark.parametrize("first", ["a leaf", "such a view"])
+def test_c07_a_view_that_says_it_requires_a_gradient_and_gets_none(device, first):
+    """So is one of a leaf, made in no_grad."""
+    leaf = torch.ones(4, device=device, requires_grad=True)
+
+    def gradients(x, w):
+        y = x * w
+        return torch.autograd.grad(y, [x, w], torch.ones_like(y), allow_unused=True)
+
+    f, x = pg.record(gradients, warmup=1, keep="always"), ramp(device, 3).requires_grad_()
+    for _ in range(12):
+        with torch.no_grad():
+            view = leaf[:3]
+        other = leaf.detach()[:3].requires_grad_()
+        for w in (other, view) if first == "a leaf" else (view, other):
+            assert_same(f(x, w), gradients(x, w))
+    assert pg.stats(f).replayed >= 8
+    assert "to which autograd gives no gradient" in reasons(f)

@@ -74,7 +74,7 @@ BOOKS = {
         def prepare(self): self.recent = collections.deque(maxlen=3)
         def step(self, x, y): loss = self.update(x, y); self.recent.append(loss); return loss
     """),
-    "a log of each fifth step": (1, 3, """
+    "a log of each fifth step": (2, 2, """
         n = 0
         def prepare(self): self.log = []
         def step(self, x, y):
@@ -83,7 +83,7 @@ BOOKS = {
             self.n += 1
             return loss
     """),
-    "a log that each epoch begins anew": (1, 3, """
+    "a log that each epoch begins anew": (2, 2, """
         n = 0
         def prepare(self): self.log = []
         def step(self, x, y):

@@ -1,12 +1,15 @@
 """C9: a scheduler that the recorded step steps itself. What it counts, the rate that it sets and the list in which it tells
 that are worked out in each replay."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import phonograph as pg
 from phonograph.testing import assert_same
+from tests.contract.c09_python_values import converting
 from tests.helpers import may_run_live, ramp, reasons
 
 LR = torch.optim.lr_scheduler
@@ -16,6 +19,7 @@ FOLLOWED = {
     "exponential": lambda o: LR.ExponentialLR(o, 0.9),
     "lambda": lambda o: LR.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
     "polynomial": lambda o: LR.PolynomialLR(o, 100),
+    "made a float": lambda o: converting.linear(o, 5, 50),
 }
 OTHERS = {
     "step": lambda o: LR.StepLR(o, 7, 0.5),
@@ -149,3 +153,40 @@ def test_c09_who_reads_what_a_scheduler_within_the_step_tells(device, read, befo
 @may_run_live
 def test_c10_a_scheduler_within_a_step_that_is_verified(device):
     beside(lambda: Loop(device, FOLLOWED["cosine"]), calls=20, verify=3)
+
+
+ASKING = {
+    "another kind": "return 1.0 if type(x) is float else 2.0",
+    "isinstance": "return 1.0 if isinstance(x, float) else 2.0",
+    "a key": "return {float: 1.0, int: 2.0}[type(x)]",
+    "handed on": "return next(map(float, [x]))",
+    "an annotation": """
+    def inner(y: float) -> float:
+        return y
+    return float(inner.__annotations__["y"] is type(float(x)))""",
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("code", ASKING.values(), ids=ASKING)
+def test_c09_a_module_that_asks_for_the_class_float_as_well(device, code):
+    space = {"__name__": "asking"}
+    exec(f"def scaled(x, n):\n    return x * (float(n) / 7) * asked(n / 2)\ndef asked(x):\n    {code}", space)
+    state = SimpleNamespace(n=0)
+
+    def f(x):
+        state.n += 1
+        return space["scaled"](x, state.n)
+
+    g, other = pg.record(f), space["scaled"]
+    for n in range(1, 20):
+        assert_same(g(ramp(device, 3)), other(ramp(device, 3), n))
+        assert "float" not in space
+
+
+def test_c09_a_flag_in_a_tensor_that_is_made_a_float_beside_a_count(device):
+    f = converting.scaled_by(SimpleNamespace(n=0, flag=torch.tensor(2.0, device=device)))
+    g = pg.record(f, keep="always")
+    for n in range(1, 20):
+        assert_same(g(ramp(device, 3)), ramp(device, 3) * (n / 8) * 2.0)
+    assert pg.stats(g).replayed >= 16, reasons(g)

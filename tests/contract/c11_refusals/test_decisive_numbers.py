@@ -3,6 +3,7 @@ What comes after such a number is recorded for that number. Each replay looks wh
 call is run live from its beginning, and nothing has happened before."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.testing import assert_same
+from phonograph.values.host_scalars import COMPARISONS, LEFT_ALIGNED
 from tests.helpers import may_run_live, ramp, reasons
 
 pytestmark = may_run_live
@@ -73,6 +75,36 @@ def test_c08_a_number_that_is_another_now_and_then(device, function):
     stats = pg.stats(f)
     assert stats.replayed == 8, reasons(f)  # the first call, one more for each place, and the two others are live
     assert stats.recorded == 1
+
+
+def test_c08_an_encoder_that_looks_whether_its_mask_is_left_aligned(device):
+    """In training, what it sees there changes nothing. (What it does with it else, no recording can hold: nested tensors.)"""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2).to(device)
+
+    def step(x, padded):
+        encoder.zero_grad()
+        loss = encoder(x, src_key_padding_mask=padded).square().mean()
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in encoder.parameters()]
+
+    f = recorded(step, keep="always")
+    for n in range(12):
+        padded = torch.arange(5, device=device) >= torch.tensor([[5], [3], [n % 4 + 1]], device=device)
+        if n == 8:
+            padded = padded.flip(1)
+        x = ramp(device, 3, 5, 8, start=n).sin()
+        assert_same(f(x, padded), step(x, padded), tolerance=1e-6 if device.type == "cuda" else 0.0)
+    assert pg.stats(f).replayed >= 8, reasons(f)
+
+
+def test_c08_whether_a_mask_is_left_aligned_is_what_torch_says():
+    for n, width in ((1, 1), (1, 4), (2, 1), (2, 3), (3, 2)):
+        for bits in itertools.product([False, True], repeat=n * width):
+            mask = torch.tensor(bits).reshape(n, width)
+            given = torch.zeros(n, width, 4), mask
+            assert COMPARISONS[LEFT_ALIGNED](*given).item() is torch._nested_tensor_from_mask_left_aligned(*given)
 
 
 def test_c11_a_number_that_has_changed_for_good(device):

@@ -67,7 +67,7 @@ def recorded(function, times=4, **options):
 # A value that the host reads
 
 
-@way("`x.sum().item()`", "value", remedy="torch.where")
+@way("`x.sum().item()`", "value", remedy="use the tensor itself")
 def item(device):
     def f(x):
         return x * x.sum().item()  # here
@@ -76,7 +76,7 @@ def item(device):
         call(ramp(device, 4))
 
 
-@way("`float(x[0])`", remedy="float()")
+@way("`float(x[0])`", remedy="return the tensor and read it outside")
 def to_a_number(device):
     def f(x):
         return x + float(x[0])  # here

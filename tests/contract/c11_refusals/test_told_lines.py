@@ -212,7 +212,8 @@ def test_c11_a_number_by_which_it_goes_on_is_named(device):
 def test_c11_a_reason_is_one_message(device, caplog, padded):
     """Who listens to the log as most programs do, and to warnings, reads of it once."""
     caplog.set_level("INFO", logger="phonograph")
-    f = pg.record(lambda x: x - x.mean() if padded else x * x.sum().item(), shapes={"x": {0: [4, 8]}} if padded else {})
+    options = {"shapes": {"x": {0: [4, 8]}}} if padded else {"fallback": "live"}
+    f = pg.record(lambda x: x - x.mean() if padded else x * x.sum().item(), **options)
     with pytest.warns(pg.RunsLive) as said:
         assert [f(ramp(device, n)).numel() for n in (3, 3, 5, 5)] == [3, 3, 5, 5]
     assert len(said) == 1
@@ -250,6 +251,15 @@ def test_c11_advice_that_was_followed_is_not_given_again(device, tmp_path, alone
     told = reasons(f)
     assert "reads a tensor's value on the host" in told
     assert (ADVICE[0] in told, ADVICE[1] in told) == (not alone and not split, not split)
+
+
+def test_c11_a_warning_has_one_thing_to_do(device):
+    """What helps most often; the others are in `explain`."""
+    f = pg.record(lambda x: x / x.sum().item(), fallback="live")
+    f(ramp(device, 3))
+    with pytest.warns(pg.RunsLive, match=r"\(return the tensor and read it outside, or use the tensor itself\) \[PG101\]$"):
+        f(ramp(device, 3, start=1))
+    assert "torch.where" in reasons(f)
 
 
 @may_run_live

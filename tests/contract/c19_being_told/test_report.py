@@ -16,6 +16,7 @@ import phonograph as pg
 from phonograph.engine import timeline
 from phonograph.engine.ledger import ledgers
 from phonograph.observe.page import Page
+from tests import forked
 from tests.helpers import may_run_live, ramp
 
 
@@ -224,3 +225,24 @@ def test_c19_an_exception_in_a_block_passes(tmp_path):
         fails()
     assert not timeline.watched()
     assert (tmp_path / "page.html").exists()
+
+
+def test_c19_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    page, program = (
+        tmp_path / "page.html",
+        """
+import resource, sys, torch, phonograph as pg
+f = pg.record(lambda x: x * 2, keep="always")
+for _ in range(3): f(torch.ones(3))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+try:
+    pg.report(sys.argv[1])
+except OSError:
+    print("told")
+""",
+    )
+    page.write_text("the old one")
+    ended = forked.run(program, str(page))
+    assert (ended.stdout, ended.returncode) == ("told\n", 0), ended.stderr
+    assert page.read_text() == "the old one"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -13,7 +13,7 @@ import phonograph as pg
 from phonograph.engine import describer, making, recorded
 from phonograph.engine import standing_refusals as standing
 from phonograph.testing import assert_same
-from tests.helpers import may_run_live, ramp
+from tests.helpers import may_run_live, ramp, reasons
 
 pytestmark = may_run_live
 
@@ -361,3 +361,49 @@ def test_c11_a_size_that_can_be_recorded_among_many_that_cannot(device, monkeypa
         assert_same(f(ramp(device, 1)), ramp(device, 1) * 2)
     assert pg.stats(f).recorded == 1
     assert pg.stats(f).replayed >= 10, pg.explain(f)
+
+
+def _untold(device):
+    """A view of which torch does not say where it comes from: it raises instead."""
+    base = ramp(device, 4)
+    with torch.no_grad():
+        view = base.view(2, 2)
+    base.add_(torch.ones(4, device=device, requires_grad=True))
+    return view
+
+
+def test_c21_a_view_of_which_torch_does_not_say_where_it_comes_from_in_reach(device):
+    state = {"kept": ramp(device, 3), "sum": ramp(device, 3)}
+    state["kept"] = _untold(device)
+
+    @torch.no_grad()
+    def f(x):
+        state["sum"].add_(x)
+        return state["kept"].sum() + x
+
+    g = pg.record(f, keep="always")
+    for n in range(1, 6):
+        assert_same(g(ramp(device, 3)), _untold(device).detach().sum() + ramp(device, 3))
+        assert_same(state["sum"], ramp(device, 3) * (n + 1))
+    assert "can reach state.kept, a view made without gradients, whose base was written since" in reasons(g)
+
+
+def test_c21_a_view_that_becomes_one_of_which_torch_does_not_say_where_it_comes_from(device):
+    base, one = ramp(device, 4), torch.ones(4, device=device, requires_grad=True)
+    with torch.no_grad():
+        state = {"view": base.view(2, 2)}
+
+    def f(x):
+        base.add_(one)
+        return (x * 2).sum().item(), state["view"].detach().sum()
+
+    g = pg.record(f, keep="always")
+    for n in range(1, 8):
+        assert g(ramp(device, 3))[1].item() == (ramp(device, 4) + n).sum().item()
+
+
+def test_c21_a_view_of_which_torch_does_not_say_where_it_comes_from_as_an_argument(device):
+    g = pg.record(torch.no_grad()(lambda x: x * 2), keep="always")
+    for _ in range(4):
+        assert_same(g(_untold(device)), (_untold(device).detach() * 2))
+    assert "takes a view made without gradients, whose base was written since" in reasons(g)

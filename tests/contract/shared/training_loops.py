@@ -58,16 +58,16 @@ class Run:
     `loop(run, model, beside)` calls `model`, which may be recorded, and what it gives to `beside` may be recorded as well.
     """
 
-    def __init__(self, device, optimizer, loop, way, make=Net, schedule=None):
+    def __init__(self, device, optimizer, loop, way, make=Net, schedule=None, **options):
         torch.manual_seed(3)
-        self.device, self.model, self.recorded = device, make().to(device), []
+        self.device, self.model, self.recorded, self.options = device, make().to(device), [], options
         self.optimizer = optimizer(self.model.parameters())
         self.scheduler = schedule and schedule(self.optimizer)  # before anybody takes `optimizer.step`, which it wraps
         model, beside, whole = [self._record if it in way else same for it in ("model", "optimizer", "whole")]
         self.step = whole(loop(self, model(self.model), beside))
 
     def _record(self, function):
-        self.recorded.append(pg.record(function, warmup=1))
+        self.recorded.append(pg.record(function, warmup=1, **self.options))
         return self.recorded[-1]
 
     def outcome(self, batch):

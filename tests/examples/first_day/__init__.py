@@ -26,20 +26,21 @@ class Made(NamedTuple):
 
 class Program(NamedTuple):
     """`make` sets it up, unchanged or mended by what the check says. `needs` are packages; `unchanged`, whether it is recorded
-    as it is, and `split`, whether it is with ``fallback="split"``; `told` are the codes that the check says otherwise."""
+    as it is, and `cut`, whether that takes cuts; `told` are the codes that the check says unless it is recorded without."""
 
     make: Callable[[bool], Made]
     unchanged: bool
-    split: bool
+    cut: bool
     told: frozenset[str]
     needs: tuple[str, ...]
 
 
-def first_day(told: str = "", needs: str = "", *, split: bool = False) -> Callable[[Any], Any]:
-    """A program: a function that is told whether it is to be mended. Where nothing is told, it is recorded as it is."""
+def first_day(told: str = "", needs: str = "", *, cut: bool = False) -> Callable[[Any], Any]:
+    """A program: a function that is told whether it is to be mended. Where nothing is told, or the
+    call is `cut`, it is recorded as it is."""
 
     def add(make: Callable[[bool], Made]) -> Callable[[bool], Made]:
-        PROGRAMS[make.__name__] = Program(make, not told, split, frozenset(told.split()), tuple(needs.split()))
+        PROGRAMS[make.__name__] = Program(make, cut or not told, cut, frozenset(told.split()), tuple(needs.split()))
         return make
 
     return add

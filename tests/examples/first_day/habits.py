@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.examples.first_day import Made, classifier, first_day, labelled, loss_of, mlp, update
 
 
-@first_day(told="PG101 PG301 PG1401", split=True)
+@first_day(told="PG101 PG301 PG1401", cut=True)
 def p01_prints_its_loss(mended):
     net, opt = classifier()
 
@@ -52,7 +52,7 @@ def p02_stops_early(mended):
     return Made(mended_step if mended else train_step, lambda f, i: f(*labelled(i)))
 
 
-@first_day(told="PG101", split=True)
+@first_day(told="PG101", cut=True)
 def p03_keeps_lists(mended):
     net, opt = classifier()
     losses: list[Any] = []
@@ -279,7 +279,7 @@ def p36_updates_a_metric(mended):
     return Made(train_step, lambda f, i: f(*labelled(i)))
 
 
-@first_day(told="PG101", split=True)
+@first_day(told="PG101", cut=True)
 def p19_scales_its_loss(mended):
     net = mlp(6, 16, 3)
     opt = torch.optim.Adam(net.parameters(), fused=mended)

@@ -127,7 +127,7 @@ def p30_serves_from_threads(mended):
     return Made(answer, step)
 
 
-@first_day(told="PG101", needs="transformers", split=True)
+@first_day(told="PG101", needs="transformers", cut=True)
 def p37_transformers_trainer(mended):
     from transformers import BertConfig, BertForSequenceClassification
 

@@ -165,7 +165,7 @@ def mask_of(x, mended):
     return (x != 0)[:, None, None, :].expand(-1, 1, x.shape[1], -1) if mended else (x != 0).long()
 
 
-@first_day(told="PG101", needs="transformers", split=True)
+@first_day(told="PG101", needs="transformers", cut=True)
 def p12_bert_fine_tuning(mended):
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -296,7 +296,7 @@ def llama():
                                         num_attention_heads=2, max_position_embeddings=64)).eval()  # fmt: skip
 
 
-@first_day(told="PG101", needs="transformers", split=True)
+@first_day(told="PG101", needs="transformers", cut=True)
 def p25_generate(mended):
     net = llama()
     net.generation_config.pad_token_id = 0

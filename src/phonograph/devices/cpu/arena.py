@@ -7,6 +7,7 @@ held for long keeps no large piece of memory, where there is a smaller one.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left, insort
 
 import torch
@@ -55,6 +56,8 @@ class Arena:
 
     def take(self, nbytes: int) -> int:
         """The address of `nbytes` free bytes; a new segment where none are left. Zero bytes take a place too."""
+        if not gc.isenabled():  # as in a capture
+            return self._take(nbytes)
         with uncollected():  # or garbage may be found in the middle, and its places be given back
             return self._take(nbytes)
 
@@ -77,6 +80,9 @@ class Arena:
 
     def give(self, address: int) -> None:
         """Take back what `take` gave."""
+        if not gc.isenabled():
+            self._give(address, self._taken.pop(address))
+            return
         with uncollected():
             self._give(address, self._taken.pop(address))
 

@@ -6,7 +6,7 @@ a copy of its results. What only allocates is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from operator import length_hint
 from typing import Any
@@ -27,6 +27,7 @@ from ...python.identity import identity
 from ..segments import TakenBack
 from .bindings import spelled
 from .bodies import CHOICE, LOOP, Choice, Loop
+from .numbers import FollowedNumbers, numbers_of
 from .steps import Operand, Step
 
 __all__ = ["FAILS", "NOTHING", "TapeProgram", "read_state"]
@@ -71,9 +72,7 @@ class TapeProgram:
             self._raising = sum(call is not None for call in found[:raising])
             self._steps = [i for i, call in enumerate(found) if call is not None]  # of which each call is
             self.calls = self._spelled(found)
-        # Calls with probes of `dials`: in which list, where; which.
-        self._probes: list[tuple[list[Any], int, partial[object], frozenset[float]]] | None = None
-        self._numbers: dict[float, float] = {}  # what was last put in their place
+        self._numbers: FollowedNumbers | None = None
 
     def copies(self, outs: tuple[torch.Tensor, ...]) -> None:
         self.outs = outs
@@ -102,24 +101,18 @@ class TapeProgram:
     def close(self) -> None:
         self.calls = []
         self._lists = []
-        self._probes = None
+        self._numbers = None
         self._tensors = {}
         self._keep = None
 
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
-        if self._probes is None:
-            held = [(calls, i, c, frozenset(numbers.keys() & {*_numbers_of(c)}))
-                    for calls in (self._lists if numbers else ()) for i, c in enumerate(calls)]  # fmt: skip
-            self._probes = [entry for entry in held if entry[-1]]
-        last, self._numbers = self._numbers, {}  # until all is set
-        for calls, i, call, own in self._probes:
-            if any(last.get(n) is not numbers[n] for n in own):
-                calls[i] = partial(call.func, *_replaced(call.args, numbers), **_replaced(call.keywords, numbers))
-        self._numbers = dict(numbers)
-        return frozenset[float]().union(*(own for *_, own in self._probes))
+        if self._numbers is None:
+            self._numbers = FollowedNumbers(self._lists if numbers else (), numbers.keys())
+        self._numbers.set(numbers)
+        return self._numbers.found
 
     def holds(self, numbers: Set[float]) -> bool:
-        return any(not numbers.isdisjoint(_numbers_of(call)) for calls in self._lists for call in calls)
+        return any(not numbers.isdisjoint(numbers_of(call)) for calls in self._lists for call in calls)
 
     def work(self) -> list[Work]:
         return []  # it has no graph: each operator is shown as itself
@@ -162,6 +155,8 @@ class TapeProgram:
         return partial(_run_and_copy, step.func._op, args, kwargs, outs)
 
     def _real(self, value: Thing) -> Thing:
+        if type(value) in operators.NO_TENSORS:
+            return value
         if isinstance(value, Operand):
             return self._operand(value)
         if isinstance(value, (list, tuple)):
@@ -192,30 +187,6 @@ def _in_modes(enabled: bool, infers: bool, casts: Reading, op: Thing, *args: obj
     infers = infers and not torch.is_inference_mode_enabled()
     with torch.inference_mode() if infers else torch.set_grad_enabled(enabled), Casts.restored(casts):
         return op(*args, **kwargs)
-
-
-def _numbers_of(call: partial[object]) -> Iterator[float]:
-    return _numbers((call.args, call.keywords))
-
-
-def _numbers(value: object) -> Iterator[float]:
-    if type(value) is float:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _numbers(v)
-    elif isinstance(value, dict):
-        yield from _numbers(list(value.values()))
-
-
-def _replaced(value: object, numbers: Mapping[float, float]) -> Thing:
-    if type(value) is float:
-        return numbers.get(value, value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(v, numbers) for v in value)
-    if isinstance(value, dict):
-        return {k: _replaced(v, numbers) for k, v in value.items()}
-    return value
 
 
 def _run_and_copy(op: Thing, args: Args, kwargs: Kwargs, outs: list[torch.Tensor | None]) -> None:

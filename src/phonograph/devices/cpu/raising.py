@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from ..._torch.dynamic import Args
@@ -22,4 +24,9 @@ def may_raise(name: str, args: Args) -> bool:
     """Whether an operator may raise depending on data."""
     if name in _BY_NUMBERS:
         return any(isinstance(x, torch.Tensor) for x in args[1:])
+    return _is_raising(name)
+
+
+@cache
+def _is_raising(name: str) -> bool:
     return name.startswith(_RAISING) and name != "aten::linalg_vector_norm"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ..._torch.dynamic import Args, Kwargs, Leaves, Thing
 from ..._torch.tensors import neg_view, storage_at
+from ...aten.operators import NO_TENSORS
 from .out_variants import Variant
 
 __all__ = ["Operand", "Place", "Step", "described", "kind_of"]
@@ -35,8 +36,7 @@ class Operand:
     __slots__ = ("kind", "offset", "place")
 
     def __init__(self, place: Place, t: torch.Tensor) -> None:
-        self.place, self.offset = place, t.storage_offset()
-        self.kind = kind_of(t)
+        self.place, self.offset, self.kind = place, t.storage_offset(), kind_of(t)
 
     def tensor(self) -> torch.Tensor:
         dtype, size, stride, conjugate, negative, trained = self.kind
@@ -48,8 +48,9 @@ class Operand:
 
 def kind_of(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool, bool]:
     """In inference mode, operators are noted whole that ask whether a gradient will be wanted, as `matmul` does."""
+    dtype = t.dtype
     trained = t.requires_grad and torch.is_inference_mode_enabled()
-    return t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg(), trained
+    return dtype, t.size(), t.stride(), dtype.is_complex and t.is_conj(), t.is_neg(), trained
 
 
 class Step:
@@ -67,18 +68,20 @@ class Step:
         """Whether it may ask, in inference mode, for which of its arguments gradients are wanted."""
 
 
-def described(noted: Iterable[object]) -> Leaves:
-    """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, and what else is among
-    them."""
+def described(args: Args, kwargs: Kwargs, results: Sequence[object]) -> Leaves:
+    """What an operator's behaviour may depend on besides the values: kinds and shapes of these tensors, as noted, and what else
+    is among them."""
     found, plain = list[object](), list[object]()
-    _describe(noted, found, plain)
-    return [*found, repr(plain)] if plain else found
+    _describe((*args, *kwargs.items(), *results) if kwargs else (*args, *results), found, plain)
+    return [len(results), *found, repr(plain)] if plain else [len(results), *found]
 
 
 def _describe(values: Iterable[object], found: list[object], plain: list[object]) -> None:
     for value in values:
         if type(value) is Operand:
             found.append(value.kind)
+        elif type(value) in NO_TENSORS:
+            plain.append(value)
         elif isinstance(value, torch.Tensor):
             found.append(kind_of(value))
         elif isinstance(value, dict):

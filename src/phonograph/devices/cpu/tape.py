@@ -17,10 +17,10 @@ from ..._torch.dynamic import Args, Kwargs, Thing
 from ..._torch.modes import without_modes
 from ..._torch.operators import OpOverload, calls_higher_order
 from ..._torch.process_groups import groups_tell_their_end, stands_for_work
-from ..._torch.tensors import has_memory, storage_id
+from ..._torch.tensors import has_memory, is_ordinary, storage_id
 from ...aten import operators
 from ...aten.collectives import COLLECTIVES, called, refusal
-from ...aten.operators import Meaning
+from ...aten.operators import NO_TENSORS, Meaning
 from ...capture.breaks import Break, MarkedBreak
 from ...capture.dispatch import OperatorWatch
 from ...capture.effects import ANYONE, Effect, Starts
@@ -169,8 +169,7 @@ class Tape(OperatorWatch):
         casts = self.casts.within(m)
         self.repeated = not m.compiled
         try:
-            with self.casts.as_called(m, casts):
-                out = func(*args, **kwargs)
+            out = self.casts.called(m, casts, func, args, kwargs)
         finally:
             self.repeated = False
         results = [out] if type(out) is torch.Tensor else operators.tensors_in(out, [])
@@ -197,7 +196,7 @@ class Tape(OperatorWatch):
         variant = None
         infers = m.calls and torch.is_inference_mode_enabled() and _any_trained(args, kwargs)
         if results and not infers and all(fresh) and (found := variant_of(func, len(results))) is not None:
-            known = identity(func), *described(noted[0]), *described(noted[1].items()), *described(operands)
+            known = identity(func), *described(*noted, operands)
             variant = tried(found, known, args, kwargs, results, states)
         works = bool(m.writes or m.writes_named or any(fresh) or not results)
         if works and not m.name.startswith("profiler::"):
@@ -429,10 +428,13 @@ class Tape(OperatorWatch):
 
     def _new(self, t: torch.Tensor) -> Operand:
         storage = t.untyped_storage()
-        if storage._cdata not in self._places or storage._cdata not in self.known:
-            self._places[storage._cdata] = Place(self._arena.take(storage.nbytes()), storage.nbytes(), planned=True)
+        key = storage._cdata
+        place = self._places.get(key) if key in self.known else None
+        if place is None:
+            nbytes = storage.nbytes()
+            place = self._places[key] = Place(self._arena.take(nbytes), nbytes, planned=True)
             self._begins(storage)
-        return Operand(self._places[storage._cdata], t)
+        return Operand(place, t)
 
     def died(self, key: int) -> None:
         super().died(key)
@@ -442,8 +444,11 @@ class Tape(OperatorWatch):
             self._arena.give(place.address)
 
     def _note(self, value: Thing) -> Thing:
+        if type(value) in NO_TENSORS:
+            return value
         if isinstance(value, torch.Tensor):
-            place = self._places.get(storage_id(value)) if type(value) is torch.Tensor and value.is_cpu else None
+            ordinary = value.is_cpu and is_ordinary(value)
+            place = self._places.get(value.untyped_storage()._cdata) if ordinary else None
             if place is None:
                 if not has_memory(value):
                     return value  # it is the same at each replay
@@ -458,7 +463,7 @@ class Tape(OperatorWatch):
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._note, value))
         if isinstance(value, dict):
-            return {k: self._note(v) for k, v in value.items()}
+            return {k: self._note(v) for k, v in value.items()} if value else {}
         return value
 
     def undo(self) -> None:

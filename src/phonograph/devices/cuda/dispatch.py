@@ -139,7 +139,7 @@ class CudaWatch(DrawsWatch):
 
     def _known_as(self, key: int) -> int | torch.Tensor | None:
         """A tensor outside that lies on this storage, or how many storages the call had made before it."""
-        outside, name = self._there().get(key), self.name_of(key)
+        outside, name = self._there(key), self.name_of(key)
         if outside and key not in self.slot_ids:
             return outside[0]
         return name if isinstance(name, int) else None

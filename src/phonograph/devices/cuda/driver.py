@@ -400,36 +400,44 @@ class KernelNumbers:
         patterns = {pattern: meant for pattern, meant in patterns.items() if meant is not None}
         anywhere = re.compile(b"|".join(map(re.escape, patterns)), re.DOTALL)
         self._kernels: list[_Kernel] = []  # with the memory from which the parameters are put into the graph
-        # Of each kernel: where its parameters hold which numbers, these, and what puts them into the graph.
-        self._places: list[tuple[list[Private], set[float], Callable[[], int]]] = []
-        self._last: dict[float, float] = {}
-        self.found: set[float] = set()
+        self._puts: list[Callable[[], int]] = []  # what puts those of each into the graph
+        # Which number, in which form; and where it stands, how many times on end, in which kernel.
+        self._places: dict[Private, list[tuple[memoryview, int, int]]] = {}
         for node in (n for n in nodes if kind(n) == KERNEL):
             kernel = _Kernel(node)
             # (To set a slice of a ctypes array takes it a call for each byte.)
             raw = [(memoryview(b).cast("B"), b.raw) for b in kernel.buffers]
             places = [run for memory, data in raw for run in _runs(memory, [(m.start(), patterns[m[0]]) for m in
                       anywhere.finditer(data) if m.start() % 4 == 0])]  # fmt: skip
+            for memory, at, times, *what in places:
+                part = memory[at : at + times * struct.calcsize(what[0])]
+                self._places.setdefault((*what,), []).append((part, times, len(self._kernels)))
             if places:
-                own = {n for *_, n, _ in places}
                 self._kernels.append(kernel)
-                self._places.append((places, own, kernel.putter(graph_exec)))
-                self.found |= own
+                self._puts.append(kernel.putter(graph_exec))
+        self.found: set[float] = {n for _, n, _ in self._places}
+        self._unknown: list[tuple[Private, bytes]] = [(None, b"")] * len(self._places)
+        self._last = self._unknown  # the number itself, and how it stands there
 
     def set(self, numbers: Mapping[float, float]) -> None:
-        """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel, where one of its numbers is
-        another object than last time."""
-        last, self._last = self._last, {}  # until all is set
-        others = {n for n, number in numbers.items() if last.get(n) is not number}
-        for places, own, put in self._places:
-            if own.isdisjoint(others):
+        """Write other numbers in their place, in the instantiated graph. About 0.6 us a kernel, where one of its numbers has
+        other bits than last time: a bias correction of a count that is large has not."""
+        last, self._last = self._last, self._unknown  # until all is set
+        now, others = [*last], dict[int, None]()
+        for i, ((f, n, form), places) in enumerate(self._places.items()):
+            number, (was, stands) = numbers[n], last[i]
+            if number is was:
                 continue
-            for memory, at, times, f, n, form in places:
-                data = _packed(f, form(numbers[n])) * times
-                memory[at : at + len(data)] = data
-            if code := put():
+            data = _packed(f, form(number))
+            now[i] = number, data
+            if data != stands:
+                for memory, times, kernel in places:
+                    memory[:] = data * times
+                    others[kernel] = None
+        for kernel in others:
+            if code := self._puts[kernel]():
                 checked(code, "cuGraphExecKernelNodeSetParams")
-        self._last = dict(numbers)
+        self._last = now
 
 
 _COPIES: Mapping[int, type[_Kernel] | type[_Memcpy]] = {KERNEL: _Kernel, _MEMCPY: _Memcpy}

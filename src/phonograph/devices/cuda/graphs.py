@@ -110,7 +110,10 @@ class Graphs:
 
     def _at(self, places: Iterable[range]) -> list[int]:
         nodes, copies = driver.nodes(driver.captured_graph(self._stream)), self.segments[-1].edges.nodes
-        return [nodes[i] for place in places for i in place if nodes[i] not in copies]
+        wanted = [i for place in places for i in place]
+        if wanted and max(wanted) >= len(nodes):  # (a capture that has failed has no nodes any more)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return [nodes[i] for i in wanted if nodes[i] not in copies]
 
     def join(self) -> None:
         """Wait for what was captured on other streams. To be called before the end."""

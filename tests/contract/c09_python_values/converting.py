@@ -1,0 +1,20 @@
+"""A module as libraries have them: schedules that make floats of the count of steps."""
+
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def linear(optimizer, warm_up, steps):
+    def rate(step: int) -> float:
+        if step < warm_up:
+            return float(step) / float(max(1, warm_up))
+        return max(0.0, float(steps - step) / float(max(1, steps - warm_up)))
+
+    return LambdaLR(optimizer, rate)
+
+
+def scaled_by(state):
+    def f(x):
+        state.n += 1
+        return x * (float(state.n) / 8) * float(state.flag)
+
+    return f
