@@ -187,6 +187,7 @@ class DryRun:
         arguments = Arguments(request.call, leaves, seen)
         modes_before, by_name = modes(), dict(arguments.kwargs)
         self._stand_ins.callback(request.terms.carried.stand(by_name))
+        self._prepared.beyond.reads.stand_ins = request.terms.carried.holders()
         watch.stood_in()
         found = before(self._prepared.snapshot.holders)
         result, state, listener = self._call(arguments.args, by_name, watch)
@@ -267,7 +268,8 @@ class DryRun:
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
-        beyond, notes = prepared.beyond.reads, request.terms.placement.within is None
+        beyond, notes = prepared.beyond.reads, self._reads is not None or request.terms.placement.within is None
+        beyond.names = self._reads
         left_out = partial(_heard, beyond, self._untouched) if notes else self._untouched.left_out  # (which lead not back here)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
@@ -277,7 +279,6 @@ class DryRun:
             nullcontext() if tracing is None else tracing.saving(),
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
-            nullcontext() if self._reads is None else self._reads.noting(),
             beyond.noting(called) if notes else nullcontext(),
             watching_python(self._outer, heard, reach.caching, left_out, watch, None, variables) as listener,
         ):

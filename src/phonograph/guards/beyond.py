@@ -79,7 +79,7 @@ class Beyond:
                 read.place.put(read.value)
 
     def _is_beyond(self, place: Place) -> bool:
-        if place.name in _OF_OTHERS or identity(place.of) in self._known:
+        if place.name in _OF_OTHERS or identity(place.of) in self._known or identity(place.of) in self.reads.stand_ins:
             return False
         return place.path.partition(" ")[0] != "globals()"  # (of functions that the walk has not met)
 
