@@ -455,7 +455,7 @@ class Tape(OperatorWatch):
                 key = storage_id(value)
                 place = self._places.get(key)
             if place is None:
-                # Not kept alive: a recording whose tensors outside are gone is never played (`guards.py`).
+                # Not kept alive: a recording whose tensors outside are gone is never played (`slots/constants.py`).
                 storage, own = value.untyped_storage(), key in self.gathered
                 at = self._arena.take(storage.nbytes()) if own else storage.data_ptr()
                 place = self._places[key] = Place(at, storage.nbytes(), planned=own)
