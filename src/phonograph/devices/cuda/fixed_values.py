@@ -1,12 +1,12 @@
-"""The values of tensors that hold the same in each replay (`capture/fixed_values.py`), where they lie on a GPU.
+"""Values on a GPU that are the same in each replay (`capture/fixed_values.py`).
 
-Nothing runs there during a capture, and nobody may wait for it. So it is noted how such tensors are made, and where code reads
-one, it is made once more, beside the capture: by the same operators, on a stream that is not captured, in memory that is not
-the recording's. What is noted holds none of the call's tensors.
+During a capture nothing runs on the GPU, and nobody may wait for it. So a recipe of such a tensor is noted: the operators that
+made it. Where code reads the tensor, the recipe runs beside the capture, on a stream that is not captured, in memory that is
+not the recording's. A recipe holds none of the call's tensors.
 
-What is outside is compared by versions before each replay. They do not tell of `.data`: where that was asked for, or somebody
-has an alias of the memory, the values are compared, for which the host waits. Nor do versions tell of what goes around torch:
-so each replay looks as well, and what it finds is raised by a later call, as failed checks are (`value_checks.py`).
+A recipe may read tensors from outside of the call. Their versions are compared before each replay. A version misses a write
+through `.data` or another alias: where such an alias exists, the values are compared, and the host waits. It also misses a
+write that goes around torch: each replay looks for those on the device, and a later call raises (`value_checks.py`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _UNTOLD = (
 
 
 Known = Callable[[int], int | torch.Tensor | None]
-"""How many storages the call had made before this one, or a tensor outside that lies on it. (It is told each time: who knows it
-has what is noted, and would else keep itself.)"""
+"""Lookup of a storage: its number among those that the call made, or a tensor from outside that lies on it. (It is passed in
+each time: its owner has the recipes, and a reference back would be a cycle.)"""
 
 
 class _Piece(NamedTuple):
-    """A tensor, by the storage that it lies on: which one it was that the call has made, or a tensor outside on it."""
+    """Layout of a tensor on a storage, which is a number among those that the call made, or a tensor from outside."""
 
     of: int | torch.Tensor
     size: tuple[int, ...]
@@ -60,7 +60,7 @@ class _Piece(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One operator, with pieces in the place of tensors; those it gives, and the storages that it reads and writes."""
+    """One operator of a recipe: arguments and results, with pieces for tensors, and the storages that it reads and makes."""
 
     func: OpOverload
     args: Thing
@@ -71,7 +71,7 @@ class _Step(NamedTuple):
 
 
 class Odd(Exception):
-    """A tensor is no piece of a storage that is known."""
+    """A tensor lies on a storage that is not known."""
 
 
 class Recipes:
