@@ -1,4 +1,4 @@
-"""The public functions. No logic: each hands on to the room that has it."""
+"""Public functions. They check arguments and delegate: `record` to `wrappers/`, `report` to `observe/`, others to `engine/`."""
 
 from __future__ import annotations
 
@@ -66,71 +66,71 @@ def record(fn: None = None, /, *, warmup: int = 1, fallback: Literal["auto", "li
 def record(fn: object = None, /, **options: Any) -> object:
     """Record a function or module and play it back: as a CUDA graph for CUDA tensors, as a tape for CPU tensors.
 
-    The function may be a whole training step (forward, backward, optimizer), a decode step, an optimizer step: any
-    callable of tensors and Python values, nested as you like. The first call of each signature runs live, the second is
-    captured and played, later ones are played. The results are those of the function, or the call runs live and
-    `RunsLive` is warned with the reason.
+    The function is any callable of tensors and Python values, nested as you like: a whole training step (forward, backward,
+    optimizer), a decode step, an optimizer step. Its first call of each signature runs live. The second is captured and played.
+    Later ones are played. A signature is structure, shapes, dtypes, devices, strides, Python values and modes of a call.
+    Results are those of the function. A call that cannot give them is cut, or runs live with a `RunsLive` warning.
 
-    Where a result's backward runs outside of the function, that is recorded as well: the loss, the optimizer and the rest of
-    the training loop stay as they are. A module is changed in place: calls of it are recorded from then on, and all else
-    (`state_dict`, hooks, `deepcopy`, pickling) is as before; `pg.reset` undoes it.
+    A module is changed in place: its calls are recorded, forward and backward. Loss, optimizer, training loop, `state_dict`,
+    hooks, `deepcopy` and pickling stay as they are. `pg.reset` undoes it.
 
     Args:
-        fn: the function, or a `torch.nn.Module`; without it, a decorator is returned.
-        warmup: live calls of each signature before it is recorded.
-        fallback: what happens when a call cannot be recorded as a whole. ``"auto"`` records it in segments: between them,
-            operators run live that need the host. It is run where one of these gives another shape than before, or a number by
-            which the call goes on (``if mask.all():``, `GradScaler`) is another. Numbers that it only hands on (``return
-            loss.item()``) are read at its end. That has to pay: a few calls run live to time them, and unless replays are
-            faster, or where too many calls begin again, all calls run live, with the reason. So they do with `verify` and
-            `shapes`, and with several ranks. ``"split"`` does the same, and measures only what `keep` asks for. ``"live"`` runs
-            it. ``"error"`` raises `Unrecordable`. (Functions that are marked `live` run between segments in any case.)
-        split_at: with ``fallback="split"``, operators that run live between segments although they could be captured:
-            ``"aten::sort"`` or ``torch.ops.mylib.op``, all overloads of it or one. For what must really run each time: an
-            operator that counts on the host, for instance.
-        outputs: ``"keep"``: a result keeps its value for as long as you hold it. ``"borrow"``: it is valid until a later
-            call overwrites it, after which reading it raises `StaleOutput`.
-        verify: every `verify`-th replay of a recording is compared with a live run on a copy of the state; 0 never. A
-            backward that runs outside of the call is not.
-        audit: the Python code of a call runs dry once more after 8, 64 and 512 replays of a recording, and then after each
-            `audit`; what it would launch is compared with what was recorded. Nothing runs on the device, and nothing is left
-            behind; it takes as long as a capture, six to eight live steps on an H100. Where it is something else the recording
-            goes, the call runs live, and `Stale` is warned. What cannot be looked at so, `explain` names. 0: never.
-        max_recordings: recordings kept; the least recently played goes first, if it was not played since another signature came
-            first, or for eight of that one's calls: where more take turns, those that have one keep it.
-        max_bytes: bytes of device memory that the recordings kept may overwrite in all, shared ones counted once; the least
-            recently played goes first, and the newest stays in any case. None: no bound.
-        name: what the function is called in reports.
-        keep: ``"pays"``: the first replays of each signature are timed, and, unless they are fast beyond doubt, a few later
-            calls run live and are timed as well. A recording that is slower by more than noise goes, and `explain` says how
-            long both took; such calls run live until something on which they rely changes. ``"always"``: it stays, as with
-            ``fallback="error"``, `verify` and `shapes`, and where it communicates with other ranks.
-        shapes: sizes that are recorded, by dimension by parameter: ``{"x": {0: [1, 2, 4, 8]}}``. An argument whose size lies
-            between two of them is padded with zeros to the next, and the results are cut to the size that they would have
-            had; where there is no next one, the call is recorded with its own size. With it you say that no row of a
-            result depends on other rows. The first call with each size runs live, and beside it is tried whether padding
-            changes the result (a mean over the padded dimension does). Then, where gradients are wanted, and where the
-            function writes something or draws random numbers, such calls are recorded with their own sizes, and `RunsLive`
-            says why. Rows of padded results agree with live ones as far as the kernels for the two sizes do.
-        steps: a call is so many steps: `fn` is called `steps` times, one after the other, in one launch. Tensors among the
-            arguments, nested ones too, have a leading dimension of `steps`, and each step gets its slices, which are views. All
-            other arguments are the same for each step. Live it is a loop. Not for modules, nor with `shapes`.
-        carry: parameters that are fed from the result of the step before; the first step gets the argument as it is. A name:
-            the whole result is fed to it. Several names: the items of the result, in this order. ``{"state": 1}``: item 1 of
-            the result, or the attribute of that name.
-        shared: names of parameters whose tensors each step gets as they are: a cache, weights.
-        results: ``"stack"``: tensors of the steps' results come back along a new leading dimension, copied after each step;
-            other values as a list; None as None. ``"last"``: the last step's result. ``("last", "stack")``: likewise for each
-            item of the result.
+        fn: a function, or a `torch.nn.Module`. Without it, a decorator is returned.
+        warmup: live calls of each signature before it is recorded. They are your own first calls, never extra ones.
+        fallback: what happens to a call that cannot be recorded whole.
+
+            ``"auto"``: it is recorded in segments, where that is measured faster than live. Between segments, the operators run
+            that need the host. Numbers that are only returned (``return loss.item()``) are read after the last segment. A call
+            runs live where an operator between segments gives another shape than before, or where the code branches on another
+            number (``if mask.all():``, `GradScaler`). A few calls run live to be timed. With `verify`, with `shapes` and on
+            several ranks it is ``"live"``.
+
+            ``"split"``: the same, without that measurement. ``"live"``: the call runs live. ``"error"``: `Unrecordable` is
+            raised. Functions marked `live` run between segments with each of them.
+        split_at: operators that run live between segments, though they could be captured: ``"aten::sort"`` or
+            ``torch.ops.mylib.op`` for all overloads, ``"aten::sort.stable"`` for one. It needs ``fallback="split"``. For
+            operators that count on the host, for instance.
+        outputs: ``"keep"``: a result keeps its value for as long as you hold it. ``"borrow"``: a result is the recording's own
+            memory. A later call overwrites it, and reading it then raises `StaleOutput`.
+        verify: every `verify`-th replay of a recording is compared with a live run on a copy of the state, and a difference
+            raises `Mismatch`. 0: never. A backward outside of the call is not compared.
+        audit: after 8, 64, 512 and then each `audit` replays of a recording, the code of the call runs dry, and its operators
+            are compared with the recorded ones. 0: never. An audit runs nothing on the device and leaves nothing behind. It
+            takes as long as a capture: six to eight live steps on an H100. Where they differ, the recording is dropped, the
+            call runs live, and `Stale` is warned. `explain` names what no audit can compare.
+        max_recordings: most recordings that are kept. The least recently played goes first. It stays while it is in use: where
+            more signatures take turns than there is room for, those that have a recording keep it.
+        max_bytes: most bytes of device memory that these recordings may overwrite. Memory that several share counts once. The
+            least recently played goes first; the newest stays in any case. None: no bound.
+        name: name of the function in messages and reports. By default its ``__qualname__``.
+        keep: ``"pays"``: the first replays of a signature are timed, and, if need be, a few later live calls. A recording that
+            is slower than the function is dropped; `explain` gives both times. Such calls run live until something changes that
+            they rely on. ``"always"``: no recording is dropped for its speed. So it is with ``fallback="error"``, `verify` and
+            `shapes`, and for a recording that communicates with other ranks.
+        shapes: sizes by dimension by parameter, ``{"x": {0: [1, 2, 4, 8]}}``. An argument of another size is padded with zeros
+            to the next of these, and the results are cut to their own size. Above the largest, a call is recorded with its own
+            size. You promise that no row of a result depends on other rows. The first call of each size runs live and is
+            compared with a padded one. If results differ (a mean over that dimension), if gradients are wanted, if the function
+            writes tensors or if it draws random numbers, such calls are recorded with their own sizes, and `RunsLive` says why.
+            Padded results equal live ones as far as the kernels of both sizes do.
+        steps: steps in one call. `fn` runs `steps` times in one launch; live it is a loop. Tensors in the arguments have a
+            leading dimension of `steps`, and each step gets its slice, a view. Other arguments are the same for each step. Not
+            for modules, nor with `shapes`.
+        carry: parameters that get the result of the step before. The first step gets the argument as it is. ``"x"``: the whole
+            result. ``["x", "y"]``: the items of the result, in this order. ``{"state": 1}``: item 1 of the result, or the
+            attribute of that name.
+        shared: parameters whose tensors each step gets whole: a cache, weights.
+        results: ``"stack"``: tensors are stacked along a new leading dimension, copied after each step; other values come as a
+            list, None as None. ``"last"``: the result of the last step. ``("last", "stack")``: one of these for each item.
 
     Returns:
-        A `Recorded` with the signature of `fn`; a module itself. Tensors in its results lie on the same device as `fn`'s
-        would.
+        A `Recorded` with the signature of `fn`; of a module, the module itself. Results lie on the devices on which `fn` puts
+        them. They share no memory with later results, except with ``outputs="borrow"``.
 
     Raises:
         TypeError: `fn` is not callable, or an option has the wrong type.
-        ValueError: an option is out of range, or `shapes`, `carry` or `shared` names what is no parameter. With `steps`, a call
-            raises it where an argument has another leading dimension.
+        ValueError: an option is out of range; or `shapes`, `carry` or `shared` names no parameter. With `steps`, a call raises
+            it for another leading dimension.
 
     Examples:
         >>> import torch, phonograph as pg
@@ -152,7 +152,7 @@ setattr(record, "__signature__", parameters(Parameter("fn", Parameter.POSITIONAL
 
 
 def _once(fn: object, made: Any) -> object:
-    """What was made of it; said where that is done again and again."""
+    """Return `made`. Warn if the same function is recorded again and again."""
     recorded = torch_modules.goes_through(made) if isinstance(made, torch.nn.Module) else made
     refusal = made_anew(fn, recorded, counted(recorded))
     if refusal is not None:
@@ -162,19 +162,19 @@ def _once(fn: object, made: Any) -> object:
 
 @ended_by
 def prepare(f: object, /, *args: object, **kwargs: object) -> None:
-    """Record all sizes of `shapes` before they are needed, the largest first. A bar on stderr shows how far it is, on a
-    terminal and with rich installed.
+    """Record all sizes of `shapes` before they are needed, the largest first.
 
-    Unless `f` was recorded with ``warmup=0``, it runs once with these very arguments, with all that it does. For the other
-    sizes it is captured, which is a dry run, with these arguments cut, or padded with zeros.
+    `f` runs once with these arguments, with all its effects, unless it was recorded with ``warmup=0``. The other sizes are
+    captured, which runs nothing, with arguments that are cut or padded with zeros. On a terminal with rich installed, a bar on
+    stderr shows the progress.
 
     Args:
-        f: a function or module on which `pg.record` was called with `shapes`.
-        *args, **kwargs: an example of its arguments, of any size.
+        f: a function or module that was recorded with `shapes`.
+        *args, **kwargs: arguments of a call, of any size, on the device of later calls.
 
     Raises:
-        TypeError: it was not recorded with `shapes`.
-        ValueError: no argument has the dimensions that `shapes` names, or there are more sizes than `max_recordings`.
+        TypeError: `f` was not recorded with `shapes`.
+        ValueError: no argument has the dimensions of `shapes`, or there are more sizes than `max_recordings`.
     """
     recorded = _recorded(f)
     if not isinstance(recorded, Padded):
@@ -186,23 +186,24 @@ def prepare(f: object, /, *args: object, **kwargs: object) -> None:
 
 @ended_by
 def check(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Findings:
-    """Find out what `pg.record` would do with a function or module: *all* that stands in the way, in one run.
+    """All that keeps a function or module from being recorded, found in one run, and what a recording of it gives.
 
-    It is called with these arguments about ten times, as a loop would call it, with all that it does: a training step trains.
-    First live, to time it; then live and observed, where all that a capture would refuse is noted, and happens; and then
-    through a recording, which has the last word, and is timed as well. What has to be seen in several calls, as an argument
-    that is another each time, ``phonograph check script.py`` finds, which follows the calls of a script of yours.
+    `f` is called about ten times with these arguments, with all its effects: a training step trains. The first calls run live
+    and are timed. The next one is observed: what a capture would refuse is noted, and happens. The last ones go through a
+    recording, which has the last word, and are timed. ``phonograph check script.py`` also finds what shows only in different
+    calls, like an argument with a new value in each.
 
     Args:
-        f: a function, or a `torch.nn.Module`, that is recorded or not. It stays as it is.
-        *args, **kwargs: the arguments of each call.
+        f: a function or `torch.nn.Module`, recorded or not. It is left as it is.
+        *args, **kwargs: arguments of each call.
 
     Returns:
-        What was found: ``print`` shows it, with each place in your source. `records` says whether calls are recorded whole,
-        `obstacles` why not, each with its code, place, argument and remedy; `live_ms` and `replay_ms` are measured.
+        `Findings`, which ``print`` shows with each place in your source. `records`: whether calls are recorded whole.
+        `obstacles`: why not, each with its code, place, argument and remedy. `live_ms` and `replay_ms`: measured milliseconds
+        of a call, `replay_ms` None without a recording.
 
     Raises:
-        Whatever `f` raises.
+        Exception: whatever `f` raises.
 
     Example:
         >>> import torch, phonograph as pg
@@ -219,10 +220,10 @@ def stats(f: object) -> Stats:
     """Counts of what a recorded function or module did so far.
 
     Args:
-        f: what `pg.record` has returned, or a module on which it was called.
+        f: a recorded function or module.
 
     Returns:
-        A `Stats`, which stays as it is when more calls come.
+        A `Stats`: a snapshot, which later calls do not change.
 
     Raises:
         TypeError: `f` is not recorded.
@@ -241,17 +242,17 @@ def stats(f: object) -> Stats:
 
 @ended_by
 def explain(f: object) -> Explanation:
-    """Text that says what a recorded function or module did so far, and why.
+    """Report of what a recorded function or module did so far, and why, as text.
 
-    It has the recordings: what each has cost and gives, why it was made, and what it relies on. And each reason for running
-    live, with the operator, your source line and the remedy. Times are of the first calls of a recording; later ones are not
-    timed. On a GPU a time is the longer of the host's and the device's.
+    It lists the recordings: cost, gain, why each was made, what it relies on. It lists the reasons for running live: operator,
+    source line, all remedies. Times are of a recording's first calls; later calls are not timed. On a GPU a time is the longer
+    of the host's and the device's.
 
     Args:
-        f: what `pg.record` has returned, or a module on which it was called.
+        f: a recorded function or module.
 
     Returns:
-        An `Explanation`: ``print`` shows it, ``str`` makes text of it, a notebook shows it as a page.
+        An `Explanation`, a `str` that a notebook shows as a page.
 
     Raises:
         TypeError: `f` is not recorded.
@@ -262,26 +263,24 @@ def explain(f: object) -> Explanation:
 
 @ended_by
 def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None) -> Report:
-    """A page of HTML that says what all recorded functions of this process did so far. It loads nothing and runs no code.
+    """HTML page of what all recorded functions of this process did so far. It loads nothing and runs no code.
 
-    It has their calls and recordings, memory, each reason for running live with the lines of your source, and, for each
-    recording, the modules that its operators come from. As a context manager it times the calls in its block besides, and
-    writes the page again at its end: then it has the calls over time, and how long live and replayed ones took. (Of a
-    recording that is made there, a few calls run live for that, as `keep` says.) What is kept of them is bounded. Calls of a
-    function that is refused for good are counted, and not timed.
+    It shows calls, recordings, memory, the reasons for running live with your source lines, and the modules behind each
+    recording's operators. As a context manager it times the calls in its block and writes the page again at its end, with the
+    calls over time. It keeps a bounded number of calls. Calls of a function that is refused for good are counted, not timed.
 
     Args:
-        path: the file. A page that is there is replaced at once, when the new one is whole.
-        trace: a trace that `torch.profiler` has exported (`export_chrome_trace`) while recordings were played in this process.
-            Of those in it the page has how long the device worked for each module. It is read when the page is written, if it
-            is there by then: it may well be exported in the block.
+        path: file to write, in a folder that exists and is writable. The page is written beside it and moved there when it is
+            whole: a reader never sees half a page, and a failure leaves the old one.
+        trace: trace that `torch.profiler` exported (`export_chrome_trace`) while recordings were played in this process. It
+            adds the device time of each module. It is read when the page is written, and may be exported within the block.
 
     Returns:
         A `Report`, for ``with``.
 
     Raises:
-        OSError: the page cannot be written. The old one stays.
-        ValueError: the other file is no trace.
+        OSError: the page cannot be written: the message names the folder.
+        ValueError: `trace` is no trace.
 
     Example:
         >>> import torch, phonograph as pg
@@ -297,13 +296,13 @@ def report(path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None
 
 @ended_by
 def reset(f: object) -> None:
-    """The end of all recordings of a function, whose memory is freed. Results that you hold stay valid.
+    """Drop all recordings of a function or module, and free their memory.
 
-    A function is recorded anew from its next calls on. A module is no longer recorded then: its calls are its own again. If no
-    recording is left in the process, methods of torch's classes that were wrapped are torch's own again.
+    Results that you hold keep their values. A function is recorded anew in its next calls. A module is no longer recorded: its
+    calls are its own again. When the last recording of the process goes, torch's wrapped methods are its own again.
 
     Args:
-        f: what `pg.record` has returned, or a module on which it was called.
+        f: a recorded function or module.
 
     Raises:
         TypeError: `f` is not recorded.
@@ -333,7 +332,7 @@ def _recorded(f: object) -> Observed:
 
 
 def _what_is_recorded(f: object) -> object:
-    """The function or module itself, or what `torch.compile` was called on, if it is that which is recorded."""
+    """`f`, or the function under `torch.compile` if that one is recorded."""
     plain = torch_dynamo.uncompiled(f)
     return plain if _observed(f) is None and _observed(plain) is not None else f
 

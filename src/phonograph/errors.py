@@ -21,9 +21,9 @@ class Unrecordable(PhonographError):
     """The function cannot be recorded, and ``fallback="error"`` asked to be told so.
 
     Cause: something in the call needs the host while it runs (``.item()``), has a shape that depends on data
-    (``nonzero``), or has an effect that a replay could not repeat (``print``). The message names the operator, your
-    source line and the remedy. With the default ``fallback="auto"`` the same call is cut there, where that pays, or runs
-    for real and `RunsLive` is warned once.
+    (``nonzero``), or has an effect that a replay cannot repeat (``print``). The message names the operator, your
+    source line and the remedy. With the default ``fallback="auto"`` the same call is cut there if that pays, or runs
+    live with one `RunsLive` warning.
     """
 
 
@@ -44,26 +44,25 @@ class Mismatch(PhonographError):
 
 
 class NotPutBack(PhonographError):
-    """What a call had changed (in its capture, say, which is a dry run) could not be put back, so it cannot run live either.
+    """A change made by a call could not be undone (by its capture, say, a dry run), so the call cannot run live either.
 
-    Cause: Ctrl-C or a lack of memory in two places at once; or an object of yours that does not let an attribute be set to what
-    it was. The message names the exception. Remedy: go on from a checkpoint.
+    Cause: Ctrl-C or a lack of memory in two places at once; or an object of yours whose attribute cannot be set back. The
+    message names the exception. Remedy: go on from a saved state of your program.
     """
 
 
 class Stale(UserWarning):
-    """An audit has found that a recording is not what the function does now: something that it reads has changed unnoticed.
+    """An audit found that a recording differs from what the function does now: something that it reads changed unnoticed.
 
     Cause: the function reads what Python does not show (docs/limits.md): a file, the environment, an object of an extension.
-    The message names the first operator that differs, your source line, and since how many replays the recording may have been
-    wrong: what these gave may be that of before the change. The recording has gone, and this call has run live. Remedy: pass
-    what has changed as an argument, or ``pg.reset(f)`` after changing it. ``audit=1`` looks at every replay, and finds at once
-    where it is.
+    The message names the first operator that differs, your source line, and the number of replays since the last audit, whose
+    results may be those of before the change. The recording is dropped, and this call runs live. Remedy: pass what changed as
+    an argument, or ``pg.reset(f)`` after changing it. ``audit=1`` audits each replay, and so finds the change at once.
     """
 
 
 class RunsLive(UserWarning):
-    """A recorded function runs live, or its arguments are not padded (``shapes=``); said once for each function and
+    """A recorded function runs live, or its arguments are not padded (``shapes=``). Warned once for each function and
     reason."""
 
 

@@ -1,4 +1,4 @@
-"""What a recorded function did, counted: `Stats` for programs, `explain` for people."""
+"""Counts of what a recorded function did: `Stats` for programs, `explain` for people."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Stats:
     Attributes:
         calls: all calls.
         live: calls that ran for real: to warm up, to be timed, or for one of the `refusals`.
-        recorded: recordings that were made, those that have gone included.
-        replayed: calls that a recording has answered, also the one in which that was made.
-        refusals: how many calls ran live for each reason. (A reason not to pad counts once.)
-        bytes_copied: bytes of arguments that were copied into the memory of recordings.
-        pool_bytes: bytes of memory that all recordings on the function's devices share.
-        recording_seconds: seconds that captures took, those that failed included. Not compared by ``==``.
-        steps: how many steps of the function a call is (`steps=`).
-        untried: live calls that were not tried, as an earlier one like them was refused. Not compared by ``==``.
-        timed: live calls that were made only to find out whether a recording pays.
+        recorded: recordings made, dropped ones included.
+        replayed: calls answered by a recording, the one that made it included.
+        refusals: number of live calls by reason. (A reason not to pad counts once.)
+        bytes_copied: bytes of arguments copied into recordings.
+        pool_bytes: bytes of the pools on the function's devices, which all recordings there share.
+        recording_seconds: seconds spent in captures, failed ones included. Not compared by ``==``.
+        steps: steps of the function in one call (`steps=`).
+        untried: live calls without an attempt, because an earlier call like them was refused. Not compared by ``==``.
+        timed: live calls made only to find out whether a recording pays.
     """
 
     calls: int = 0

@@ -188,3 +188,10 @@ def test_report_runs_a_script_and_writes_its_page(tmp_path: Path, capsys: pytest
     assert out == "['--steps', '3'] __main__\n"
     assert "of a script" in page.read_text(encoding="utf-8")
     assert main(["report", str(tmp_path / "none.py")]) == 2
+
+
+def test_report_names_a_folder_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it ran')")
+    assert main(["report", "-o", str(tmp_path / "nowhere" / "page.html"), str(script)]) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""The memory that a captured call works with: by storages, because views share theirs.
+"""Memory of a captured call, by storage, because views share one.
 
-What was there before the call (slots, and tensors in reach) has a name. What operators of the call make is known as well,
-without one, until it is gone: then its identity may be given to another storage.
+Storages from before the call (slots, tensors in reach) have names. Storages that the call makes are known without a name, until
+they are freed: then another storage may get the same identity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .python_events import pause_profiling
 __all__ = ["MOVED", "CallMemory"]
 
 MOVED = -1
-"""In the place of a version: it has moved on, from one that nobody has noted."""
+"""Mark for a version that moved on from an unknown one."""
 
 
 class CallMemory:
@@ -33,12 +33,12 @@ class CallMemory:
 
     def __init__(self, reach: Reach, slots: Sequence[torch.Tensor], borrowed: Sequence[bool]) -> None:
         self.known: dict[int, str] = {storage_id(t): f"argument {i}" for i, t in enumerate(slots)}
-        """The storages that the call may touch, by identity, and their names; "" for those that it has made."""
+        """Names of the storages that the call may touch, by identity; "" for those that it made."""
         self.slot_ids = frozenset(self.known)
         self.gathered = frozenset(shards.storage(t)._cdata for _, t in reach.gathered)
         self._births: dict[int, _Birth] = {}
         self.undelivered: BaseException | None = None
-        """What has come (Ctrl-C) just when the call was to be told that a storage has gone."""
+        """An exception (Ctrl-C) that came while the end of a storage was being noted."""
         self._made = 0  # storages that the call has made
         self._gone = _forgetting(weakref.ref(self))
         self._outside_at: dict[int, list[torch.Tensor]] = {}
@@ -53,12 +53,12 @@ class CallMemory:
         self._outside = [t for _, t in reach.tensors.values()]
         self._made_versions = [(t, t._version) for _, t in reach.made.values() if not t.is_inference()]
         self.outside = set(self.known) - self.slot_ids
-        """Those of tensors in reach."""
+        """Storages of tensors in reach."""
         self.known |= dict.fromkeys(self.gathered, "")  # their memory is the call's own
         self.theirs = self.outside | {storage_id(s) for s, b in zip(slots, borrowed, strict=False) if b}
-        """Those that are no copies: of tensors in reach, and slots that are `borrowed`, arguments used in place."""
+        """Storages that are no copies: of tensors in reach, and of `borrowed` slots, which are arguments used in place."""
         self.touched: set[int] = set()
-        """Those with a name that an operator was given."""
+        """Named storages that an operator was given."""
         self.written: dict[int, torch.Tensor] = {}
         """Slots and tensors in reach that an operator has written."""
         self._versions: dict[int, int] = {}  # before that
@@ -69,9 +69,9 @@ class CallMemory:
         self.given_outside: dict[int, torch.UntypedStorage] = {}
         """Memory outside that marked functions may write."""
         self.relied_on: dict[int, Holder] = {}
-        """Memory outside whose contents are taken for the same in each replay..."""
+        """Memory outside whose contents the recording assumes to stay the same."""
         self.relies: Callable[[list[Holder]], None] = _nobody
-        """...and who is told of it."""
+        """Called with that memory."""
 
     # -- what begins and ends
 

@@ -1,10 +1,10 @@
 """What Python code may do that a replay cannot repeat: effects on the outside world, and values that are new in each call.
 
-This file only decides; `listening` hears of the calls. A call of a built-in function or method is decided by the function,
-or by the method's name and its owner (`of_call`); the start of a Python function by its file and name (`of_start`). An
-`Effect` also says *who* must have caused it. torch and installed packages open files, log and read clocks for purposes
-of their own (compiling a kernel, say), which concern nobody else; what the standard library does, it does for its
-caller: `Path.write_text` is as much the user's effect as `open`.
+This file only decides; `python_events.py` hears of the calls. A call of a built-in function or method is decided by the
+function, or by the method's name and its owner (`of_call`); the start of a Python function by its file and name (`of_start`).
+An `Effect` also says *who* must have caused it. torch and installed packages open files, log and read clocks for purposes of
+their own (compiling a kernel, say), which concern nobody else; what the standard library does, it does for its caller:
+`Path.write_text` is as much the user's effect as `open`.
 
 Refused before it happens, so that the live run that follows is the only one that has the effect. What is refused without
 need costs speed only; so a queue, file or event that the call itself makes is not told from one that outlives it.

@@ -1,11 +1,12 @@
-"""Tensors whose address a call hands to code outside torch: by `data_ptr()`, as a DLPack capsule, by
-`__cuda_array_interface__`, or to a kernel of Warp's.
+"""Exports: tensors whose address a call passes to code outside torch, by `data_ptr()`, as a DLPack capsule, by
+`__cuda_array_interface__`, or to a Warp kernel.
 
-What that code does with the memory is no operator, and nobody sees it. On the CPU it would be done once, in the capture, and in
-no replay; so it is refused. A GPU's capture has what was launched on its stream, and looks whether it was (see its watch).
+Such code works on the memory without an operator, so nobody sees it. On the CPU it would run once, in the capture, and in no
+replay: it is refused. On a GPU the capture holds its kernels if they were launched on the captured stream, and the device's
+watch looks whether there are new ones.
 
-Nothing is handed out where an address is only compared with others, or by torch's own code, which knows what it does. Built-in
-code that asks by itself, as Triton's launchers do, is not heard.
+Not an export: an address that is only compared with others, and one that torch's own code asks for. Not heard: built-in code
+that asks by itself, like Triton's launchers.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _TRITON = os.sep + "triton" + os.sep
 
 
 class Exports(Refusals):
-    """Those of one call."""
+    """Exports of one call."""
 
     def exported(self, owner: object, frame: FrameType) -> None:
-        """This code asks for the address of a tensor or of a storage."""
+        """Note that the code in `frame` asks for the address of `owner`, a tensor or storage."""
         if not isinstance(owner, (torch.Tensor, torch.UntypedStorage)) or _is_known(frame) or only_compares(frame):
             return
         if isinstance(owner, torch.UntypedStorage) or has_memory(owner):

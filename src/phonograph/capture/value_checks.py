@@ -1,16 +1,15 @@
-"""Checks of values that code makes only in order to raise: `torch.distributions` of its arguments and samples, a library of
-targets and indices, an ``assert`` of the user's.
+"""Value checks: code that reads a tensor only to decide whether to raise. Examples are the validation of
+`torch.distributions`, index checks of libraries, an ``assert`` of the user's.
 
-Whoever asks for the truth of a tensor waits for the device, and no recording can go on. But where all that comes of one answer
-is an exception, the call goes on after the other one in each replay that ends well. So the operators that lead to the question
-are recorded, the question is answered as it is where all is well, and the truth is looked at when it is there: on the CPU in
-the very place, on a GPU as soon as a later call finds it.
+Reading a tensor's truth waits for the device, so a recording could not go on. A check has only one answer after which the call
+goes on. A recording therefore assumes that answer and keeps the operators that compute it. Each replay computes the answer
+again, and it is looked at later: on the CPU in its place, on a GPU when a later call finds it.
 
-The exception of code of torch's that only validates can be made again from its arguments. For all others the replay is taken
-back, and the call begins again, live: whatever that code does then, it does itself.
+A failed check raises as in eager. Where torch's own code validates, the exception is made again from the arguments of the
+check. Elsewhere the replay is undone and the call runs live, so that the code raises by itself.
 
-`if not valid: raise` is told from its instructions. The constraints of distributions also say by an early answer that something
-is wrong, from which the distribution that has asked makes the exception.
+A check is recognised by its bytecode: `if not valid: raise`. Constraints of distributions may return False early instead; then
+the distribution that asked raises.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ _LEAVES = ("RETURN_", "YIELD_", "RERAISE", "STORE_ATTR", "STORE_SUBSCR", "STORE_
            "DELETE_GLOBAL", "SEND")  # fmt: skip
 
 lookouts: list[Callable[[], None]] = []
-"""What is called before each call: it raises the exception of a check that has failed since, where one has (of each device on
-which that shows later), or does what could not be done in the middle of another call."""
+"""Functions to call before each call of a recorded function. One raises the exception of a failed check; one does work that was
+put off in the middle of another call."""
 
 
 def look() -> None:
-    """Catch up with what was left to this call, and raise what a check of an earlier replay has found."""
+    """Do the work that was put off, and raise the exception of a check that failed in an earlier replay."""
     for one in [*lookouts]:  # which may go
         one()
 
 
 class _Raise(NamedTuple):
-    """What comes of one answer: an exception of this class, made here. `text` is its message where that is constant."""
+    """Exception that one answer leads to: its class and place. `text` is its message, if that is constant."""
 
     at: int
     kind: str
@@ -64,7 +63,7 @@ class _Raise(NamedTuple):
 
 
 class Failed(Exception):
-    """A check has failed, at this line of the user's, of which the code that asks makes an exception."""
+    """A check failed at this line of the user's. The code that asked raises its own exception."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where)

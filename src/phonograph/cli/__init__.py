@@ -1,4 +1,4 @@
-"""The command line: ``phonograph check``, ``demo``, ``doctor``, ``reasons``, ``report`` and ``trace``.
+"""The command line: ``phonograph check``, ``doctor``, ``reasons``, ``report`` and ``trace``.
 
 A command is a module in this package with three names: ``HELP`` (one line), ``add_arguments(parser)`` and
 ``run(arguments) -> int``, the exit status. 0 is what one hopes for, 1 means that the command found what it looks for

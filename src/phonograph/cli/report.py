@@ -1,7 +1,7 @@
 """Run a script, unchanged, and write what it recorded as one HTML page: calls over time, live and replayed ones side by side,
 memory, reasons to run live, and the modules of each recording.
 
-Exit status is the script's; 2 if it is not there.
+Exit status is the script's; 2 if there is no such script, or no place for the page.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import phonograph as pg
 from phonograph.cli.console import CannotRun
+from phonograph.observe.writing import Report
 
 HELP = "run a script, and write what it recorded as an HTML page"
 
@@ -27,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
 
 
+def _page(arguments: argparse.Namespace) -> Report:
+    try:
+        return pg.report(arguments.output, trace=arguments.trace)
+    except OSError as error:
+        raise CannotRun(str(error)) from None
+
+
 def run(arguments: argparse.Namespace) -> int:
     script, argv, path = arguments.script, sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [script, *arguments.arguments], os.getcwd()
@@ -34,13 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.is_module:
             if find_spec(script) is None:
                 raise CannotRun(f"no module {script}")
-            with pg.report(arguments.output, trace=arguments.trace):
+            with _page(arguments):
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             if not Path(script).is_file():
                 raise CannotRun(f"no script {script}")
             sys.path[0] = str(Path(script).resolve().parent)
-            with pg.report(arguments.output, trace=arguments.trace):
+            with _page(arguments):
                 runpy.run_path(script, run_name="__main__")
     finally:
         sys.argv, sys.path[:] = argv, path

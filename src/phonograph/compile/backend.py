@@ -1,6 +1,6 @@
-"""The backend: what Dynamo has traced is compiled by another backend, and what that returns is recorded.
+"""Backend for `torch.compile`: another backend compiles each traced graph, and the compiled graph is recorded.
 
-What stands in the place of a graph, and finds its parameters among its arguments, is a `Graph` (see bound.py).
+A `Graph` (`bound.py`) takes the place of the traced graph, and knows which of its arguments are parameters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def backend(
     gm: torch.fx.GraphModule, example_inputs: Sequence[object], *, mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., object]:  # fmt: skip
-    """What ``torch.compile(f, backend="phonograph", options={...})`` calls for each graph that it has traced.
+    """Compile and record one traced graph; called by ``torch.compile(f, backend="phonograph", options={...})``.
 
     Options:
         inner: what compiles the graph before it is recorded: ``"inductor"`` (the default), ``"aot_eager"``, the name of any

@@ -1,12 +1,12 @@
-"""A graph with its parameters: what stands in its place, and plays it.
+"""Compiled graph with its parameters bound, and recorded.
 
-A graph takes its parameters and buffers as arguments, before and between the others. They are the same tensors in each call,
-and must not be copied in each; so they are bound first, and what is recorded is a function of the others, which finds its
-parameters outside, as that of a module does. A graph that is called with several sets of them (one compiled block, applied to
-each layer of a model) is bound to each set, and recorded for each.
+A graph takes parameters and buffers as arguments, before and between the others. They are the same tensors in each call and
+must not be copied. So they are bound first, and a function of the other arguments is recorded, with parameters outside as those
+of a module are. A graph that is called with several sets of parameters (one compiled block, for each layer of a model) is bound
+to each set, and recorded for each.
 
-Who keeps what: a recording keeps the parameters that it reads. A graph is kept by a compiler, for as long as the code that it
-was made of, which may outlive a model; so the graph must not keep its recordings. The module that has the parameters does.
+Ownership: a recording keeps the parameters that it reads. A compiler keeps the graph as long as the code, which may outlive a
+model, so the graph must not keep its recordings. The module that owns the parameters keeps them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A graph of Dynamo's in parts: what may be recorded, and what has to run live between.
+"""Partition of a Dynamo graph into parts that are recorded and parts that run live.
 
-Rules decide for each node: first what the user says is recorded (`record=`), then what he says runs live (`live=`), then what
-is known: operators whose result, or its shape, depends on the values in tensors; all that works with such a shape, for as long
-as it does; operators that torch says no CUDA graph may have; tensors on the host, where the others are on a GPU.
+Rules decide for each node, in this order: `record=` and `live=` of the user; then operators whose result or shape depends on
+the values in tensors, and operators that work with such a shape; operators that torch tags as unsafe for CUDA graphs; tensors
+on the host, if others are on a GPU.
 
-The nodes are then put in an order with few changes between both kinds. They may change places where neither needs the other,
-and where nobody could tell: what draws random numbers stays in its order, and nothing passes by what writes. Each part is a
-graph of its own, with a backward of its own, as if Dynamo's graph had ended there.
+Nodes are then ordered so that the kind changes seldom. Two nodes may swap if neither needs the other and nobody could tell:
+random draws keep their order, and nothing moves past a write. Each part is a graph with a backward of its own, as if Dynamo's
+graph had ended there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`cond` and `switch`: one of several functions, by what a tensor holds."""
+"""`cond` and `switch`: one of several functions, chosen by a tensor's value."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ R = TypeVar("R")
 
 
 def cond(pred: object, true_fn: Callable[..., R], false_fn: Callable[..., R], *operands: object) -> R:
-    """Call one of two functions, by what a tensor holds.
+    """Call one of two functions, chosen by a tensor's value.
 
-    Live this is Python's ``true_fn(*operands) if pred else false_fn(*operands)``. A recording has both, and each replay runs
-    the one that is taken, without the host: on CUDA as a conditional node of the graph.
+    Live this is ``true_fn(*operands) if pred else false_fn(*operands)``. A recording holds both functions, and each replay runs
+    one of them without the host: on CUDA as a conditional node of the graph.
 
     Args:
-        pred: a tensor of one element on the device of the call, or a Python value, which decides when the call is recorded.
-        true_fn, false_fn: the functions. They may write tensors in place, and use tensors that they close over.
-        *operands: what both are called with: tensors, and trees of them.
+        pred: tensor of one element on the call's device; or a Python bool or number, which is decided when recording.
+        true_fn, false_fn: functions of `operands`. They may write tensors in place and use tensors of their closures.
+        *operands: tensors, and trees of tensors.
 
     Returns:
-        What the function returns: a tree with new tensors. Of one that shares memory with an operand, a copy.
+        The result of the function that ran, with the same structure, shapes and dtypes for both. Its tensors are new: an output
+        that would alias an operand is copied.
 
     Raises:
         RuntimeError: `pred` is a tensor of several elements.
-        TypeError: one of the functions is none, or `pred` is no tensor, bool or number.
+        TypeError: one of the functions is not callable, or `pred` is neither a tensor nor a bool nor a number.
     """
     callables("pg.cond", {"true_fn": true_fn, "false_fn": false_fn})
     if not isinstance(pred, torch.Tensor):
@@ -52,24 +53,24 @@ def cond(pred: object, true_fn: Callable[..., R], false_fn: Callable[..., R], *o
 
 
 def switch(index: int | torch.Tensor, branches: Sequence[Callable[..., R]], *operands: object) -> R:
-    """Call one of several functions, by the number that a tensor holds.
+    """Call one of several functions, chosen by a tensor's value.
 
-    Live this is Python's ``branches[index](*operands)``, with the index clamped to the numbers that there are. A recording has
-    all of them, and each replay runs the one that is taken, without the host.
+    Live this is ``branches[index](*operands)``, with `index` clamped to the range of `branches`. A recording holds all
+    functions, and each replay runs one of them without the host.
 
     Args:
-        index: a tensor of one element, of an integer type, on the device of the call; or a Python int, which decides when the
-            call is recorded.
-        branches: the functions, at least one.
-        *operands: what they are called with: tensors, and trees of them.
+        index: integer tensor of one element on the call's device; or a Python int, which is decided when recording.
+        branches: functions of `operands`, at least one.
+        *operands: tensors, and trees of tensors.
 
     Returns:
-        What the function returns: a tree with new tensors. Of one that shares memory with an operand, a copy.
+        The result of the function that ran, with the same structure, shapes and dtypes for all. Its tensors are new: an output
+        that would alias an operand is copied.
 
     Raises:
         RuntimeError: `index` is a tensor of several elements.
-        TypeError: `index` is no integer, or one of the functions is none.
-        ValueError: there are no functions.
+        TypeError: `index` is no integer, or one of the functions is not callable.
+        ValueError: `branches` is empty.
     """
     if not branches:
         raise ValueError("pg.switch: branches is empty")

@@ -1,4 +1,4 @@
-"""`while_loop` and `repeat`: a function of a state, again and again."""
+"""`while_loop` and `repeat`: loops over a state of tensors."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ S = TypeVar("S")
 def while_loop(
     cond_fn: Callable[..., Thing], body_fn: Callable[..., S], state: S, *, max_iterations: int | None = None
 ) -> S:  # fmt: skip
-    """Call a function of a state again and again, for as long as a tensor says so.
+    """Loop over a state while a tensor is true.
 
-    Live this is Python's ``while cond_fn(*state): state = body_fn(*state)``. A recording has both functions once, and a replay
-    runs them as often as it takes, without the host: on CUDA as a conditional node of the graph.
+    Live this is ``while cond_fn(*state): state = body_fn(*state)``. A recording holds both functions once, and each replay runs
+    as many iterations as are needed without the host: on CUDA as a conditional node of the graph.
 
     Args:
-        cond_fn: gives a tensor of one element on the device of the call, of the state.
-        body_fn: gives the next state, of the same structure, with tensors of the same shapes and types. It may write tensors
-            in place, and use tensors that it closes over.
-        state: a tuple or list, whose elements are the arguments of both functions, or another tree, which is the argument.
-        max_iterations: the loop ends after so many turns. Where gradients are wanted it has to be given: a recording then has
-            so many branches, each with what autograd saves, and replays those that are taken.
+        cond_fn: function of the state that returns a tensor of one element on the call's device.
+        body_fn: function of the state that returns the next one: same structure, shapes, dtypes and devices. It may write
+            tensors in place and use tensors of its closure.
+        state: tuple or list, unpacked into arguments; or another tree of tensors, passed as one argument.
+        max_iterations: bound of the loop. It is required where gradients are wanted: a recording then holds so many copies of
+            the body, each with what autograd saves.
 
     Returns:
-        The last state: new tensors, also where the body did not run.
+        The last state. Its tensors are new, also after no iteration.
 
     Raises:
-        RuntimeError: `cond_fn` gives a tensor of several elements.
-        TypeError: one of the functions is none.
+        RuntimeError: `cond_fn` returns a tensor of several elements.
+        TypeError: one of the functions is not callable.
     """
     callables("pg.while_loop", {"cond_fn": cond_fn, "body_fn": body_fn})
     first = apart(state, Tree.of(state).tensors)
@@ -60,22 +60,22 @@ def while_loop(
 
 
 def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
-    """Call a function of a state so many times.
+    """Loop over a state `n` times.
 
-    Live this is Python's ``for _ in range(n): state = body_fn(*state)``. A recording has the function once; where gradients are
+    Live this is ``for _ in range(n): state = body_fn(*state)``. A recording holds the function once; where gradients are
     wanted, `n` times.
 
     Args:
-        n: how often: an int, or a tensor of one element, of an integer type, on the device of the call.
-        body_fn: gives the next state, as that of `while_loop` does.
-        state: a tuple or list, whose elements are the arguments of the function, or another tree, which is the argument.
+        n: number of iterations: an int, or an integer tensor of one element on the call's device.
+        body_fn: function of the state that returns the next one, as in `while_loop`.
+        state: tuple or list, unpacked into arguments; or another tree of tensors, passed as one argument.
 
     Returns:
-        The last state: new tensors, also where the function did not run.
+        The last state. Its tensors are new, also after no iteration.
 
     Raises:
         RuntimeError: `n` is a tensor of several elements.
-        TypeError: `n` is no integer, or the function is none.
+        TypeError: `n` is no integer, or `body_fn` is not callable.
     """
     callables("pg.repeat", {"body_fn": body_fn})
     if isinstance(n, torch.Tensor) and (n.is_floating_point() or n.is_complex()):

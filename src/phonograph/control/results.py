@@ -1,4 +1,4 @@
-"""What branches and loops are given and return: trees, whose tensors are memory of their own."""
+"""Operands and results of branches and loops: trees of tensors. Results share no memory with operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TENSOR = object()  # in the place of one
 
 
 class Tree(NamedTuple):
-    """A tree, taken apart: its shape, its leaves with nothing in the places of tensors, and these."""
+    """Tree taken apart: its shape, its leaves with a mark for each tensor, and the tensors."""
 
     shape: Node | None
     others: Leaves

@@ -1,11 +1,10 @@
 """A recording in segments: programs with operators between them that run live, because they need the host.
 
-Such an operator reads and writes the memory of the recording itself; what is new of its result is copied to where the next
-segment reads it. That segment was captured as the program goes on after *such* a result. Where the operator gives one of
-another shape, the call cannot go on: it has `Diverged`. Then everything that was written outside is put back as it was, random
-states too, and the call is run live from its beginning. What it has communicated with other ranks until then, it is given
-(`arrivals.py`). Arguments for which slots stand were not touched; those that are read in place (parameters, results of other
-recordings) are put back with the rest.
+Such an operator reads and writes the recording's own memory. New tensors of its result are copied to where the next segment
+reads them. The next segment was captured for a result of that form. If the operator gives another shape, the call has
+`Diverged`: everything that it wrote outside is restored, random states too, and it runs live from its beginning. Collectives
+that it has already made give that run their results, and are not made again (`arrivals.py`). Arguments with slots were not
+touched. Those that are read in place (parameters, results of other recordings) are restored with the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands in the way of collectives in a graph: how NCCL, and torch's use of it, are set, and of which release NCCL is.
+"""Settings and releases of NCCL under which collectives may be captured.
 
 NCCL *registers* the memory of a captured collective, as if each piece were one allocation of the driver's. That is not so where
 segments expand. And it may then choose another algorithm than for a live collective: ranks that do the same collective in

@@ -1,20 +1,19 @@
-"""Replays that wait for other ranks, and for how long.
+"""Watchdog for replays that wait for other ranks.
 
-torch watches its live collectives: where one takes longer than its process group's timeout, the process is ended, and torch
-says which. A collective in a graph it does not know of, and whoever waits for a replay whose peer has died, waits for ever. So
-each launch of what communicates is followed by an event, and a thread asks once a second whether the oldest is reached. What
-takes too long ends as torch's does, by the same setting (TORCH_NCCL_ASYNC_ERROR_HANDLING), and says which function, which call,
-which collectives, and who is missing.
+torch watches its live collectives: one that exceeds its process group's timeout ends the process with a message. torch does not
+know of collectives in a graph, and a replay whose peer has died would wait for ever. So an event follows each launch that
+communicates, and a thread asks once a second whether the oldest event is reached. A replay that exceeds the timeout ends as
+torch's collectives do, by the same setting (TORCH_NCCL_ASYNC_ERROR_HANDLING). The message names the function, the call, the
+collectives and the missing ranks.
 
-A replay cannot begin before those that were launched earlier are through, and hundreds may have been: so it is not timed from
-its launch, but from when the one before was seen to be done.
+A replay is timed from the end of the one before, not from its launch: hundreds of launches may be queued.
 
-Who is missing, ranks know by the store that the process group has. A rank that has waited for half of the timeout writes there
-that it does, and takes that back where it goes on; as long as all goes well, there is no call of the store's. A rank that has
-written nothing is not in a replay: it has died, or is somewhere else.
+Ranks find out who is missing through the process group's store. A rank that has waited for half of the timeout writes so there,
+and removes it when it goes on. While all goes well, the store is not used. A rank that wrote nothing is not in a replay: it has
+died, or is somewhere else.
 
-The thread is there as long as what it watches. It needs the interpreter: where code of C++ waits for the GPU and does not let
-others run meanwhile, nothing is noticed. (All of torch's own ways to wait do.)
+The thread lives as long as there is something to watch. It needs the interpreter: C++ code that waits for the GPU and holds the
+GIL keeps it from noticing. (torch's own waits release it.)
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The run of a call inside of a device's capture.
+"""Dry run: a call inside of a device's capture.
 
-A capture executes nothing: the device notes what operators would do, and Python code runs as in a live call. So it runs where
-each effect on Python objects is heard (`watching_python`), and what it leaves in attributes is taken away from there: the
-replay that follows is what leaves it. A result of the call is then one flat list of leaves, with all that a replay has to hand
-out or put somewhere, in this order: the function's own result, tensors for attributes, values for the arguments' containers,
-gradients that arguments have gained.
+The device notes operators and executes none. Python code does run, so each of its effects is heard (`watching_python`), and
+what it leaves in attributes is taken away again: the replay that follows puts it there. The dry run gives one flat list of
+leaves, all that a replay hands out or puts somewhere, in this order: the function's own result, tensors for attributes, values
+for the arguments' containers, gradients of arguments.
 """
 
 from __future__ import annotations

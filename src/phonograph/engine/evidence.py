@@ -45,7 +45,7 @@ class CodeThatRan:
     def heard(cls, listener: Listener, known: Ran | None, names: Set[str]) -> CodeThatRan:
         """As a listener has heard it. These `names` occur in the code that the function can reach."""
         codes = listener.ran
-        sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `witness` stands before it, and before others
+        sets_hook = inspect.unwrap(torch.Tensor.register_hook)  # `module_epochs` stands before it, and before others
         return cls(
             functions=listener.functions(),
             known=known,

@@ -1,4 +1,4 @@
-"""What is known of one signature besides its recordings, by subject. `policy.py` says what follows from it."""
+"""Facts about one signature besides its recordings, by subject. `policy.py` decides by them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Arrivals", "Attempts", "CaptureTerms", "Changes", "Divergence", "His
 
 @dataclass(slots=True)
 class Arrivals:
-    """Calls before there is a recording."""
+    """Arrivals of calls that no recording could answer."""
 
     first: int | None = None
     """When it came first, on the clock of `Player.used`."""
@@ -31,7 +31,7 @@ class Arrivals:
     live_since: set[bool] = field(default_factory=set)
     """A live call was made since gradients (True), or anything else (False), were replaced."""
     turned: set[object] = field(default_factory=set)
-    """Decisions that a live call has taken in another way than the recordings of its time."""
+    """Decisions of live calls that differed from those of the recordings of that time."""
     vain: int = 0
     """Recordings made in turn, without a live call, of which none was replayed."""
     moved: int = 0
@@ -73,20 +73,20 @@ class Timed(NamedTuple):
 
 @dataclass(slots=True)
 class CaptureTerms:
-    """How it is to be captured, as far as live calls and earlier captures have shown."""
+    """Settings of the next capture, learned from live calls and earlier captures."""
 
     split: frozenset[OpOverload]
     """Operators that run live between segments."""
     decisive: frozenset[Site] = frozenset()
     """Sites where numbers are read by which the call goes on."""
     why: Refusal | None = None
-    """Why the call would run live if it were not cut, where nobody but us has decided to cut it."""
+    """Refusal of the uncut call, if `fallback="auto"` cuts it."""
     attached: bool = False
     """Results are attached to the graph of autograd, and have a backward outside."""
     device: torch.device | None = None
-    """Where calls without any tensor work."""
+    """Device of calls without a tensor."""
     gradients_lay_elsewhere: int = 0
-    """Recordings that were made because gradients were not where those before have found them."""
+    """Recordings made because gradients had other addresses than before."""
 
     def cut_as(self, other: CaptureTerms) -> None:
         """Begin with the cuts of another signature."""
@@ -99,7 +99,7 @@ class Attempts:
 
     failures: int = 0
     learning: float = 0.0
-    """Seconds of those that have only shown where the call is to be cut."""
+    """Seconds of captures that only showed where to cut the call."""
     refused: bool = False
     """The last one was."""
     tried: bool = False
@@ -107,7 +107,7 @@ class Attempts:
     failed: bool = False
     """The last one has failed, so that a live call was made."""
     grounds: Grounds | None = None
-    """Those of a failed one; the live run has still to show whose fault it is."""
+    """Grounds of a failed capture, until the live run shows whether the function itself fails."""
 
 
 @dataclass(slots=True)

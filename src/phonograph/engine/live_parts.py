@@ -21,19 +21,18 @@ R = TypeVar("R")
 
 
 def live(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that really runs in every call, for its effects or because it needs the host.
+    """Mark a function that runs in every call, for its effects or because it needs the host.
 
-    A recorded function that calls it is recorded in segments, and it runs between them, once in each call. Outside of recorded
-    functions it is the function itself. It may be called in a backward too, as a hook. Compiled code has a graph break there.
+    A recorded function that calls it is recorded in segments, and the marked one runs between them, once in each call. Outside
+    of recorded functions it is an ordinary function. A hook of a backward may be one. `torch.compile` has a graph break there.
 
     Args:
-        function: what has to run. Tensors that the call has made it gets as copies, which are detached: what it writes to these
-            is written back. Weights and other tensors from outside it gets themselves.
+        function: function to run. Tensors that the call made are passed as detached copies, and in-place writes are copied
+            back. Weights and other tensors from outside of the call are passed themselves.
 
     Returns:
-        A function with the same signature. It may return new tensors, of the same shapes in each call, what it was given, or
-        None. If it returns anything else, or changes what the rest of the call relies on, the recorded function runs live, with
-        the reason.
+        A function with the same signature. It may return new tensors of the same shapes in each call, its own arguments, or
+        None. Otherwise, and if it changes what the rest of the call relies on, the recorded function runs live with the reason.
 
     Raises:
         TypeError: `function` is not callable.

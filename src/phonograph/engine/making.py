@@ -1,7 +1,7 @@
-"""Recordings of one function, made: a capture, its place in the pool and on the shelf, and its backward.
+"""Maker of one function's recordings: a capture, its place in the pool and on the shelf, and its backward.
 
-A capture may show that it has to be made in another way: code runs in it that was overlooked, or a backward of its results will
-run outside. Then it is taken back and made again, within the same call.
+A capture may show that other terms are needed: code runs in it that was overlooked, or a backward of its results will run
+outside. Then it is undone, and made again within the same call.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Playing a recording: fits, fill, run, leave, results.
+"""Player of a recording: fits, fill, run, leave, results.
 
-What is done in each of these, the table of the recording says (`slots/table.py`: begin there), and the pool, who may overwrite
-what. Everything that does not change between replays was worked out when the recording was made, so that a call with one input
-and one output is little more than a launch.
+The recording's table defines these steps (`slots/table.py`: begin there). The pool decides whether its memory may be
+overwritten. Everything that is the same in each replay was worked out when the recording was made: a call with one input and
+one output is little more than a launch.
 
-A replay first waits for all other streams that have used results. A kernel there may still read a result that no tensor holds
-any more, and recordings share memory.
+A replay first waits for all other streams that used results. A kernel there may still read a result that no tensor holds any
+more, and recordings share memory.
 """
 
 from __future__ import annotations

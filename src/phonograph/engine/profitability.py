@@ -1,4 +1,4 @@
-"""Whether a recording pays: measured, on the first calls of its signature, none of which is made for that.
+"""Trial of a recording: does it pay? Measured on the first calls of its signature; no extra call is made.
 
 A replay is not free: the call is recognised, its arguments are copied, results are handed out, a graph is launched. Where a
 function has few operators, or moves much memory for little work, its plain code may be faster. So the first replays are
@@ -9,11 +9,11 @@ two events on the device's stream, for which nobody waits. A host that runs ahea
 that waits for the host anyway. Where results have a backward outside of the call, what counts is the time until the next call:
 to time that backward itself it would take hooks, which cost a live one more.
 
-One slow call proves nothing, and the first ones of a kind take longer: they are looked at more closely, take memory, and Python
-has not seen them often: those do not count. There are two rounds, in which calls are played and then four run live. The first
-tells whether one way takes twice as long as the other; that is a verdict. A recording goes if its replays are slower both at
-their best and by their median, by more than noise. Where both are as fast, it stays. A device may be behind: calls are played
-until it has come to those that ran live.
+One slow call proves nothing. The first calls of a kind take longer, as they are looked at more closely and take memory: those
+do not count. There are two rounds, in which calls are played and then four run live. The first tells whether one way takes
+twice as long as the other; that is a verdict. A recording goes if its replays are slower both at their best and by their
+median, by more than noise. Where both are as fast, it stays. A device may be behind: calls are played until it has come to
+those that ran live.
 
 While calls run live, the recordings of their signature are off the shelf: such a call costs what it would cost later. (That it
 is looked at until then is not counted: later, most are let pass.) It takes memory besides that of the recordings, so where that
@@ -22,8 +22,8 @@ is much (`Device.spare`) there is none.
 A module in a `DistributedDataParallel` is always tried live as well. Its recorded backward gives all gradients at once, so that
 averaging them overlaps with nothing: whether that costs more than calling the operators does, only both times can tell.
 
-Not on trial: what gives its owner more than speed, or what others rely on (`fallback="error"`, `verify`, collectives, of which
-all ranks must think alike), and what is recorded with `keep="always"`.
+Not on trial: recordings that give more than speed (`fallback="error"`, `verify`), recordings that communicate, on which all
+ranks must decide alike, and those with `keep="always"`.
 """
 
 from __future__ import annotations

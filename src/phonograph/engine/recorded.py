@@ -70,9 +70,9 @@ _NONE: list[Player] = []  # the recordings of a refused signature
 
 
 class Recorded(Parts, Generic[P, R]):
-    """A function that is recorded, one recording a signature, and played back.
+    """Recorded function, called like the function it wraps, with one recording for each signature.
 
-    Call it like the function it wraps. Use `phonograph.stats`, `phonograph.explain` and `phonograph.reset` on it.
+    `phonograph.stats`, `phonograph.explain` and `phonograph.reset` take it.
     """
 
     def __init__(self, function: Callable[P, R], options: Options) -> None:

@@ -1,17 +1,32 @@
-"""Capturing a call: a transaction in four phases.
+"""Capture of a call: a transaction in four phases.
 
     enter   save the state that the capture may change, choose its memory       prepared.py, transaction.py, clearance.py
     run     run the call inside of a capture of the device                      dry_run.py, devices/
     judge   refuse effects that a replay cannot repeat                          judge.py
     settle  plan the outputs, lease their memory, collect the guards            settle.py
 
-A capture is a dry run: the device notes kernels and executes none. If a phase fails, the transaction restores the state that it
-saved: Python attributes and containers, `.grad`, random states, settings of optimizers. The caller then runs the function live,
-which is the only run with effects. The exception of a failed capture never reaches the user: where the function itself is at
-fault, the live run raises it again.
+What always holds, and the tests that look:
 
-Gradients that the call leaves stand there from the capture on, and the first play gives them their values. So to them the
-transaction reaches up to that (`unplayed`).
+1. *A capture is a dry run.* The device notes kernels and executes none, so only host state has to be restored. The recording is
+   then played for this call: effects happen once. `test_c01_effects_happen_once`
+2. *A failed capture leaves nothing behind.* If a phase raises, `undo` restores attributes and containers, `.grad`, random
+   states, settings and optimizers as `enter` saved them. `test_c12_the_process_is_as_before`,
+   `test_c12_failing_half_way_updates_everything_exactly_as_eager_does`, `test_c12_memory_of_failed_recordings_is_given_back`
+3. *All is put back, though one thing cannot be.* Then `NotPutBack` is raised: the call has changed state, and must not run once
+   more. `test_c12_all_is_put_back_though_one_thing_cannot_be`, `test_c12_what_a_capture_has_written_cannot_be_put_back`
+4. *The exception of a failed capture never reaches the user.* The function runs live then, and what it raises there is the
+   user's. `test_c12_what_raises_in_any_function_of_ours`, `test_c12_an_exception_leaves_the_function_recordable`
+5. *A refusal after the capture counts as one within it*: `judge` and `settle` are inside of the transaction.
+   `test_c12_a_refusal_after_the_capture_leaves_the_gradients_as_they_were`
+6. *The transaction reaches to the first play for gradients.* The capture leaves gradient tensors without values; `unplayed`
+   puts back the old ones if that play fails. `test_c12_what_fails_before_the_first_play`,
+   `test_c12_a_first_play_that_cannot_leave_its_gradients_is_the_last`
+7. *The memory of a failed attempt is free for the next one.* Each attempt follows less than the one before, or knows more.
+   `test_c12_memory_of_failed_recordings_is_given_back`
+8. *Results that others hold, and other functions, are left alone* by a capture, failed or not.
+   `test_c12_held_outputs_survive_a_failed_recording`, `test_c12_the_next_functions_record`
+
+Not handled: Ctrl-C or a lack of memory in the midst of undoing, which ends in `NotPutBack` as well.
 """
 
 from __future__ import annotations

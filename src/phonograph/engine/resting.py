@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import Refusal
-from ..guards import module_epochs as witness
+from ..guards import module_epochs
 
 __all__ = ["Rest"]
 
@@ -33,7 +33,7 @@ class Rest:
 
     def passes(self) -> bool:
         """Whether this call is let pass."""
-        if not self._left or witness.epoch != self._epoch or torch.is_grad_enabled() is not self._grad:
+        if not self._left or module_epochs.epoch != self._epoch or torch.is_grad_enabled() is not self._grad:
             return False
         self._left -= 1
         return True
@@ -47,7 +47,7 @@ class Rest:
         """It runs live, for good or for a while."""
         self._row += 1
         if self._row >= _ROW:
-            self.refusal, self._epoch, self._grad = refusal, witness.epoch, torch.is_grad_enabled()
+            self.refusal, self._epoch, self._grad = refusal, module_epochs.epoch, torch.is_grad_enabled()
             self._pause = min(2 * self._pause + 1, _PAUSE)
             self._given = self._left = self._pause - (self._pause == _PAUSE and self._row % 2)
 

@@ -1,4 +1,4 @@
-"""Settling a capture: its results are planned, its memory is leased, and what it relies on is noted. Then it is a recording."""
+"""Last phase of a capture: results are planned, memory is leased, guards are collected. The outcome is a recording."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""One function's recordings: found by signature, bounded. The least recently played goes first, and only if it is not played
-any more while another signature comes again and again.
+"""Recordings of one function by signature, in bounded number. The least recently played goes first, unless it is in use.
 
 A signature may have several recordings. They differ in what they rely on (train and eval, two sets of weights), in the
-memory that they overwrite (two that take turns serve a loop which keeps its last output), or in handing out copies.
+memory that they overwrite (two that take turns serve a loop that keeps its last output), or in whether results are copied.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["Found", "Key", "Shelf"]
 
 
 class Found:
-    """The answer of a look-up: a player, or why there is none."""
+    """Result of a look-up: a player, or the reason why there is none."""
 
     __slots__ = ("blocked", "broken", "player", "waiting")
 
@@ -30,8 +29,8 @@ class Found:
 
 
 class Shelf:
-    """At most `limit` players, by signature, and together no more than `most` bytes that they may overwrite; but one in any
-    case. `known` are the kinds of calls that lead to them."""
+    """At most `limit` players, whose footprints together have at most `most` bytes. One player is kept in any case. `known`
+    leads from calls to players without a description."""
 
     def __init__(self, limit: int, most: int | None = None) -> None:
         self.limit = limit

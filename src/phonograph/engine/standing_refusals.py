@@ -16,7 +16,7 @@ import torch
 
 from .._torch.dynamic import Reading
 from ..errors import Refusal
-from ..guards import module_epochs as witness
+from ..guards import module_epochs
 from ..guards.entries import Entries, Entry, relied, which
 from ..guards.hyperparameters import DECIDES, Decided
 from ..guards.reachable import Reach
@@ -67,7 +67,7 @@ class Grounds(Entries):
         super().__init__([_entry(relied(h)) for h in (*reach.holders, *more) if h.dial is None], reach.shared)
         tensors = [t for _, t in reach.all_tensors]
         self._tensors = [(name, weakref.ref(t), _kind_of(t)) for name, t in reach.all_tensors]
-        witness.watch([*reach.modules, *tensors], self)
+        module_epochs.watch([*reach.modules, *tensors], self)
         self._growing: list[tuple[Holder, int]] = []  # what the calls fill, and how many values that had at the last look
         self._asked = 0
         self._sort()
@@ -80,7 +80,7 @@ class Grounds(Entries):
         self._lap = _EVERY + (len(self._hot) + hot // 8) // _A_CALL
         self._whole_lap = _EVERY + self.size // _HEARD_A_CALL
         self._next, self._next_whole = self._asked + self._lap, self._asked
-        self._epoch = witness.epoch
+        self._epoch = module_epochs.epoch
         self._hot_change: str | None = None
         self._heard_change: str | None = None
         self._change: str | None = None
@@ -91,11 +91,11 @@ class Grounds(Entries):
         if self._decided is not None and not self._decided.again(given):
             return DECIDES
         self._asked = asked = self._asked + calls
-        if asked < self._next and witness.epoch == self._epoch:
+        if asked < self._next and module_epochs.epoch == self._epoch:
             return self._change
-        heard = witness.epoch != self._epoch and asked >= self._next_whole
+        heard = module_epochs.epoch != self._epoch and asked >= self._next_whole
         if heard:
-            self._epoch, self._next_whole = witness.epoch, asked + self._whole_lap
+            self._epoch, self._next_whole = module_epochs.epoch, asked + self._whole_lap
             self._heard_change = self._first(self._watched) or self._other_tensor()
         if heard or asked >= self._next:
             self._next = asked + self._lap

@@ -1,7 +1,7 @@
-"""Calls of recorded functions as they were, one after the other: for who has asked for it (`pg.report`), and for as long.
+"""Times of calls, one by one, while a `pg.report` block asks for them.
 
-What is kept of each function is bounded: the last replays, and the last calls of other kinds. While nobody asks, nothing is
-noted and no call takes longer: calls are timed where trials of recordings are (`trials.py`), for which each asks in any case.
+A bounded number is kept for each function: the last replays, and the last calls of other kinds. Outside of such a block nothing
+is noted, and no call takes longer: calls are timed where trials time them anyway (`trials.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _REPLAYS, _OTHERS = 2048, 1024
 
 
 class Moment(NamedTuple):
-    """One call: when it began, in seconds since the first that was noted, and for how long it kept the host and the device."""
+    """One call: its start, in seconds since the first noted call, and the seconds for which host and device were busy."""
 
     kind: str
     begun: float
     host: float
     device: float
-    """0.0 on the CPU, and where the device has not come so far."""
+    """0.0 on the CPU, and while the device has not finished."""
 
 
 class _Timed(Protocol):
-    """What times calls."""
+    """Timer of the calls of one function."""
 
     def look_on(self) -> None:
-        """From now on, or not any more."""
+        """Start or stop timing, as `watched` says."""
 
 
 _timed: weakref.WeakSet[_Timed] = weakref.WeakSet()
@@ -45,12 +45,12 @@ _asking: list[object] = []
 
 
 def watched() -> bool:
-    """Whether somebody asks how long calls take."""
+    """Whether a report asks for times."""
     return bool(_asking)
 
 
 def watching(who: object, asks: bool) -> None:
-    """This one asks, or not any more."""
+    """Note that `who` asks for times, or no longer does."""
     if asks:
         _asking.append(who)
     else:

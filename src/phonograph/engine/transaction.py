@@ -1,8 +1,8 @@
-"""What a capture may disturb in the process, noted before it: a capture that fails leaves nothing behind.
+"""Host state that a capture may change, saved before it and restored if it fails.
 
-Python attributes and containers, tensors' memory and hooks (`Snapshot`), the packages' state, gradients (`Grads`), settings and
-modes of torch's, and random generators: Python's, NumPy's, and all of torch's. What a capture does on the device, the device
-takes back by itself, generators included; here is what has drawn elsewhere.
+It is: Python attributes and containers, tensors' memory and hooks (`Snapshot`), the packages' state, gradients (`Grads`),
+settings and modes of torch, and random generators of Python, NumPy and torch. The device restores its own state, its generator
+included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["host_draws_noted", "transaction"]
 
 @contextmanager
 def transaction(reach: Reach, beyond: Beyond, grads: Grads, device: torch.device) -> Iterator[Snapshot]:
-    """Put everything back that the block disturbs, if it fails; gives what was there before it. It captures a call on the
+    """Restore the state that the block changed, if the block fails. Yields the snapshot. The block captures a call on
     `device`, and notes what is read `beyond` reach."""
     host, drawn, snapshot, settings = _HostRandom(reach), _Generators(reach, device), Snapshot(reach), modes()
     torch.clear_autocast_cache()
@@ -56,9 +56,9 @@ def transaction(reach: Reach, beyond: Beyond, grads: Grads, device: torch.device
 
 
 class _HostRandom:
-    """The states of Python's and NumPy's random generators before a capture. Most draws from Python's are heard and refused
-    before they happen; here is what draws, or seeds, unheard. NumPy's are moved on first: code that seeds and then draws leaves
-    the state that it has left in the call before. (Not so where the draws are `wanted`.)"""
+    """States of Python's and NumPy's random generators before a block. Most draws from Python's generators are refused before
+    they happen; this finds the others. NumPy's generators are advanced first, because code that seeds and then draws would
+    leave the state of the call before. With `wanted` draws they are not advanced."""
 
     def __init__(self, reach: Reach, *, wanted: bool = False) -> None:
         self._python = [(r, r.getstate()) for r in (random._inst, *reach.host_rngs) if isinstance(r, random.Random)]

@@ -1,5 +1,5 @@
 """Numbers that change from call to call: a coefficient that is annealed, a temperature, the learning rate of an optimizer of
-the user's. They are followed as those of torch's optimizers are (`dials`), wherever the function reads them.
+the user's. They are followed as those of torch's optimizers are (`hyperparameters.py`), wherever the function reads them.
 
 A number is followed once it has changed: until then it is a value like any other, on which a recording relies. From then on a
 capture puts a dial in its place, where all code sees it. That code may do anything with it, so nothing is taken for granted:

@@ -5,7 +5,7 @@ is, and from there attributes, containers, modules, optimizers (`objects`), othe
 
 What is not entered: torch's, the standard library's and installed packages' *code* (their objects' attributes are), Python
 modules that are not the user's, and C objects. Of a class, a module or an object, only those functions and values are entered
-that some code of the user's names; so the walk goes on until no new names turn up. (Names can fall short: see `mentions`.) A
+that some code of the user's names; so the walk goes on until no new names turn up. (They can fall short: `names_in_code.py`.) A
 tensor that a recorded call reads and that was not found here has an unknown origin, and the recorder refuses it: it could be
 replaced without notice.
 """

@@ -1,22 +1,37 @@
-"""The memory that all recordings of one device share.
+"""Memory that all recordings of one device share.
 
-A recording's kernels have addresses baked in, so its memory can be given to others only by agreement. Two facts make
-that agreement simple:
+A recording's kernels have addresses baked in, so its memory can be reused only by agreement. Two terms carry that agreement:
 
-* **footprint**: every recording knows the bytes that playing it may overwrite (its slots, intermediates and outputs).
-* **lease**: an output that was handed out lies in memory of the recording. The lease is *alive* while somebody holds a tensor
-on that storage.
+* **footprint**: the bytes that playing a recording may overwrite: slots, intermediates, outputs.
+* **lease**: the memory of an output that was handed out. It is *alive* while somebody holds a tensor on that storage.
 
-The one rule: *a recording may be played when its footprint meets no live lease.* Nothing else is ordered: there are no
-paths, no generations, no stack of calls. Two recordings whose footprints overlap may be played in any order, as long as
-nobody still holds what one of them would overwrite. (CUDAGraph Trees decides by path instead, and has to record again
-or raise where the path differs.)
+The rule: *a recording may be played when no live lease lies in its footprint.* There are no paths, no generations, no stack of
+calls. Recordings whose footprints overlap may be played in any order, while nobody holds what one of them would overwrite.
+(CUDAGraph Trees decides by path instead, and has to record again or raise where the path differs.)
 
-The same rule makes memory small: while a new recording is captured, only live leases count as taken, so that it may
-reuse everything else, and the pool grows to the largest set of tensors alive at one time, not to their sum.
+The same rule keeps memory small. While a recording is captured, only live leases count as taken, and it may reuse everything
+else. The pool grows to the largest set of tensors alive at one time, not to their sum.
 
-Replays allocate nothing, and the allocator knows nothing of leases. Only a capture allocates: meanwhile `protected()` gives the
-addresses that the device's allocator must not use.
+What always holds, and the tests that look:
+
+1. *No launch overwrites a live lease.* The player asks for the rivals of a recording, the leases in its footprint, before it
+   fills anything. `test_c05_outputs_held_and_released_in_random_order`, `test_c15_branches_with_all_outputs_held`
+2. *A lease is alive when references exceed the recording's own*: to the storage in C++, or to its one Python object. So a view,
+   a NumPy array and autograd's saved tensors count. `test_c05_output_held_as_a_numpy_array_keeps_its_value`,
+   `test_c05_outputs_held_by_a_graph_of_autograd`
+3. *A dropped result is free at once*, before the garbage collector runs. `test_c05_a_dropped_output_is_not_held`
+4. *A lease outlives its recording.* The storage's finalizer keeps the pool's memory until the last tensor on it is gone.
+   `test_c17_held_outputs_survive_a_reset`, `test_c05_results_of_recordings_that_had_to_go`
+5. *A capture keeps clear of `protected()`*, the live leases: its allocator must not use their addresses. Replays allocate
+   nothing. `test_c05_an_output_held_while_other_functions_are_recorded`
+6. *Memory that a borrowed argument lay in stays in `footprints()`* when its owner goes: the other recording still writes there.
+   `test_memory_that_a_borrowed_argument_lay_in_stays_taken_when_its_owner_goes`
+7. *A loan ends before its memory is overwritten*, and a use of it raises from then on.
+   `test_c05_a_borrowed_output_raises_once_it_was_overwritten`
+8. *Finalizers only set a flag.* The garbage collector may run them anywhere, in a capture too; the next `sweep` does the work.
+   `test_c05_garbage_that_is_collected_anywhere_in_a_capture`, `test_c17_a_recording_that_goes_in_a_capture`
+9. *Recordings of all functions and sizes lie in one pool*, as large as the worst path needs.
+   `test_c15_memory_is_that_of_the_worst_path_not_the_sum`, `test_c15_recordings_of_all_sizes_lie_in_one_pool`
 
 Not handled: concurrent replays. The player orders replays on different streams one after the other.
 """

@@ -1,10 +1,9 @@
-"""Traces of torch's profiler in which the kernels of recordings get the names of modules.
+"""Names of modules for the kernels of recordings, in traces of torch's profiler.
 
-A replay launches graphs. A trace has their kernels, with a number in common that says which launch has begun them; and on the
-device a range around the kernels of each replay. What the nodes of the graphs are, `engine/traces.py` has told it. Some
-releases of torch give each kernel the number of its node as well. With others, kernels are known by their order, if the graph
-has no branches. In either case all of a launch must be called as the nodes of the graph say: what does not fit in every respect
-gets no name.
+A replay launches graphs. In a trace, the kernels of one launch share a correlation number, and a range on the device surrounds
+the kernels of each replay. `engine/traces.py` has written the nodes of each graph into the trace. Some releases of torch number
+the node of each kernel; elsewhere kernels are matched by order, if the graph has no branches. All kernels of a launch must have
+the names that the nodes have. Otherwise none of them gets a module.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ _TRACK = 1_000_000  # the number of a stream's track of modules, beyond its own
 
 @dataclass
 class Replays:
-    """What a trace has shown of one recording's replays."""
+    """Replays of one recording in a trace."""
 
     number: int = 0
     total: dict[Origin, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds on the device, of all of them."""
+    """Seconds on the device by origin, over all replays."""
 
     @property
     def seconds(self) -> dict[Origin, float]:
-        """Of one."""
+        """Seconds of one replay."""
         return {origin: took / self.number for origin, took in self.total.items()}
 
 
 class Named(NamedTuple):
-    """How much of what recordings have launched has a name, in seconds on the device."""
+    """Seconds on the device of launched work, by how well its origin is known."""
 
     of_modules: float
-    """That of a module, or of an optimizer's step."""
+    """Work of a module, or of an optimizer's step."""
     elsewhere: float
-    """That of a line or none, or belongs to a copy of arguments or results."""
+    """Work of no module: of a line, or a copy of arguments or results."""
     unknown: float
-    """Nothing is known of it."""
+    """Work of unknown origin."""
 
 
 class _Graph(NamedTuple):

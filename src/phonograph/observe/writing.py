@@ -20,6 +20,7 @@ class Report:
 
     def __init__(self, path: str | os.PathLike[str], trace: str | os.PathLike[str] | None = None) -> None:
         self._path, self._trace = Path(path), Path(trace) if trace is not None else None
+        _check_folder(self._path)
 
     def write(self) -> None:
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
@@ -36,6 +37,18 @@ class Report:
             self.write()
         finally:
             asking(self, False)
+
+
+def _check_folder(path: Path) -> None:
+    """Raise unless a page can be written there. (What it replaces need not be writable: it is moved in its place.)"""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"pg.report({str(path)!r}): there is no folder {folder}; make it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"pg.report({str(path)!r}): that is a folder; give the name of a file in it")
+    if not os.access(folder, os.W_OK | os.X_OK) and (path.is_file() or not path.exists()):
+        raise PermissionError(f"pg.report({str(path)!r}): the folder {folder} is not writable, and the page is written in it "
+                              "before it is moved into place")  # fmt: skip
 
 
 def _replace(path: Path, text: str) -> None:

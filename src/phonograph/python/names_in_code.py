@@ -30,8 +30,8 @@ from .places import place
 
 __all__ = ["CONSTRUCTORS", "CYCLED", "EVALUATED", "HISTORY", "LIVE", "Mentions", "is_written", "likeness"]
 
-# Hyper-parameters of optimizers that a replay can follow (dials.py): those that change in nearly every program, and those that
-# some schedulers cycle, which are given up first where not all can be followed.
+# Hyper-parameters of optimizers that a replay can follow (`guards/hyperparameters.py`): those that change in nearly every
+# program, and those that some schedulers cycle, which are given up first where not all can be followed.
 LIVE, CYCLED = ("lr", "weight_decay"), ("momentum", "betas")
 CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 # By which code reads them.

@@ -1,14 +1,14 @@
 """Many sizes, few recordings: `shapes={"x": {0: [1, 2, 4, 8]}}`.
 
-An argument whose size lies between two of the declared ones is padded with zeros up to the next, a recording of that size is
-played, and what comes back is cut. That is right only where a result's rows do not depend on what lies beyond. The user says so
-by `shapes=`; what can be tried of it is tried (`trial.py`), once for each actual size and recording. The first call with a size
-runs live, with the user's own arguments: that is its answer, and has its effects. Padded arguments are never given to the
-function itself, but to captures, which are dry, and to replays.
+An argument of a size between two declared ones is padded with zeros to the next, a recording of that size is played, and its
+results are cut. That is right only if no row of a result depends on the padding. With `shapes=` the user says so, and a trial
+compares (`trial.py`), once for each actual size and recording. The first call of a size runs live with the user's own
+arguments: its result and effects are the call's. The function itself never gets padded arguments; captures, which are dry, and
+replays do.
 
-The verdict belongs to that recording. Where something that it relies on has changed, another one is played, and is tried anew.
-It is found by the signature of the call as it came, in which actual sizes, strides, and what shares memory all count. A call
-that is not padded goes through `Recorded`'s corridor with its own size, as if there were no `shapes=`.
+The verdict of a trial belongs to the recording. If something that it relies on changes, another recording is played, with a
+trial of its own. A recording is found by the signature of the call as it came: actual sizes, strides and shared memory count. A
+call that is not padded goes through `Recorded` with its own size, as without `shapes=`.
 """
 
 from __future__ import annotations

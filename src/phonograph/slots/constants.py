@@ -6,8 +6,8 @@ kept in three groups:
 
 * *hot*: closure cells, globals, attributes of plain objects and classes, hyper-parameters of optimizers, the addresses and
   metadata of tensors; of parameters too where there are few. Compared before every replay, by identity and at C speed.
-* *behind a door*: gradients, and what optimizers remember. Compared in full when somebody may have come to them (`doors`), and
-  otherwise one at a time in rotation.
+* *behind a door*: gradients, and what optimizers remember. Compared in full when somebody may have come to them
+  (`attribute_epochs.py`), and otherwise one at a time in rotation.
 * *watched*: the insides of modules, and many parameters. Compared in full when the witness's epoch has moved, and otherwise a
   few at a time in rotation, which finds the changes that go around the witness.
 

@@ -257,8 +257,8 @@ class Grads(Column):
     Gradients that the recording did not create are referred to weakly: a strong reference would look like somebody who
     holds on to one.
 
-    Those of parameters are looked at only if somebody may have come to one since the last look (`doors`), those of other leaves
-    each time. What is `gathered` must have none before each replay.
+    Those of parameters are looked at only if somebody may have come to one since the last look (`attribute_epochs.py`), those
+    of other leaves each time. What is `gathered` must have none before each replay.
     """
 
     def __init__(

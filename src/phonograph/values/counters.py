@@ -3,7 +3,7 @@
 What a call leaves where such a number was is worked out of what it has found there, and so is each decision that it takes by
 it (``if self.total_it % self.policy_freq == 0:``). A capture puts a `Tally` in the place of a whole number: it has the real
 value, and remembers the arithmetic that is done with it. Decisions are conditions of the recording, as those by a dial are
-(`dials`): each kind of call has a recording of its own. A replay leaves there what the call would have left.
+(`hyperparameters.py`): each kind of call has a recording of its own. A replay leaves there what the call would have left.
 
 A tally is no `int`, so that no code in C takes it for one: whoever needs one gets the real value. Where that is a whole number
 (an index, the end of a range) it is a decision as well, that the number is this one; else it is not followed then. A float that

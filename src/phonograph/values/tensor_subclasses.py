@@ -1,8 +1,8 @@
-"""What a tensor consists of.
+"""Parts of tensors: the plain tensors of which a tensor of a subclass is made.
 
-A plain tensor is its own only part. One of a class that says so (`__tensor_flatten__`), a DTensor say, or a quantized weight,
-is what it is made of, and a description of how; its own memory there is none. So whatever a recording wants of a tensor's
-memory it asks of the parts, and of the tensor itself what stands in its object: history, gradient, hooks, version.
+A plain tensor is its own only part. A tensor of a subclass with `__tensor_flatten__` (a DTensor, a quantized weight) has no
+memory of its own: it is made of inner tensors and a description. A recording asks the parts for memory, and the tensor itself
+for what its object has: history, gradient, hooks, version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Description", "consists_of_parts", "is_taken_apart", "parts", "parts
 
 
 def parts(t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors on whose memory this one lies, each as often as it is there."""
+    """Plain tensors of which this one is made, repeated where one occurs twice."""
     if is_ordinary(t):
         return (t,)
     names = () if has_memory(t) else inner_names(t)
@@ -36,8 +36,7 @@ def parts_of_all(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 def consists_of_parts(t: torch.Tensor) -> bool:
-    """Whether a tensor that has no memory says of what it is made, and all of that has memory. (What a collective gives that
-    goes on is none yet.)"""
+    """Whether a tensor without memory is made of tensors that have memory. (The result of a pending collective is not yet.)"""
     if is_ordinary(t) or t.is_nested or is_under_way(t):
         return False
     return all(x is not t and (has_memory(x) or is_shape(x)) for x in parts(t))
@@ -49,13 +48,13 @@ def storages(t: torch.Tensor) -> list[int]:
 
 
 class Description(NamedTuple):
-    """What a tensor is besides its parts, by which another can be made around other parts."""
+    """Everything but the parts of a tensor: with other parts, it makes a tensor of the same kind."""
 
     kind: Thing
     names: tuple[str, ...]
-    """Of its attributes that are tensors."""
+    """Attributes that are inner tensors."""
     others: tuple[tuple[str, object], ...]
-    """What else it says that it is made of: a mesh of devices."""
+    """Other attributes of its making: a mesh of devices, say."""
     context: object
     size: torch.Size
     stride: tuple[int, ...]

@@ -1,13 +1,13 @@
-"""A recorded function that says when it really runs: in a warm-up call, and when it is captured. Never at a replay.
+"""Hooks around the calls in which a recorded function's code runs: warm-up calls and captures. No replay calls them.
 
     forward_pre ─► a live warm-up call; or a capture, and its first play ─► forward
     backward_pre ─► the backward of a warm-up call; or a warm-up or the capture of the recorded backward ─► backward
 
-The hooks run beside what they surround: they are not captured, not watched, and may do what no recording could. After a
-capture that failed and the live call in its place, `forward` runs as well, so that what `forward_pre` did can be undone.
+Hooks are neither captured nor watched, and may do what no recording can. `forward` also runs after a failed capture and the
+live call in its place, so that it can undo the work of `forward_pre`.
 
-A warm-up call has autograd's own graph, which is left as it is: the backward begins with the first of the nodes that made the
-results, and is over when every node has run that hands gradients out of the call.
+A warm-up call keeps autograd's own graph. Its backward begins with the first node that made a result. It is over when every
+node has run that passes gradients out of the call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")
 
 @dataclass(frozen=True)
 class CaptureHooks:
-    """The hooks of one callable. Each gets the callable first, and returns None; one that takes no more gets no more."""
+    """Hooks of one callable. Each gets the callable first and returns None. One that takes a single argument gets only that."""
 
     owner: object
     forward_pre: tuple[Hook, ...] = ()

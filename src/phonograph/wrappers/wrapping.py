@@ -1,4 +1,4 @@
-"""A recorded function, or a module whose calls go through one: what stands in the place of what people have."""
+"""Wrapping: a recorded function for a function, and a module whose calls go through one."""
 
 from __future__ import annotations
 

@@ -246,3 +246,16 @@ except OSError:
     assert (ended.stdout, ended.returncode) == ("told\n", 0), ended.stderr
     assert page.read_text() == "the old one"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_c19_a_page_in_a_place_that_takes_none_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("the old one")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; make it first"):
+        pg.report(tmp_path / "nowhere" / "page.html")
+    with pytest.raises(IsADirectoryError, match="give the name of a file in it"):
+        pg.report(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match=r"the folder .* is not writable"):
+        pg.report(page)
+    assert page.read_text() == "the old one"

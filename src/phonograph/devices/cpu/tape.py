@@ -219,7 +219,7 @@ class Tape(OperatorWatch):
         return [places.get(key) or self._place_of(t, key) for t, key, look in looked_at if look]
 
     def _place_of(self, t: torch.Tensor, key: int) -> Place:
-        # Not kept alive: a recording whose tensors outside are gone is never played (`guards.py`).
+        # Not kept alive: a recording whose tensors outside are gone is never played (`slots/constants.py`).
         storage, own = t.untyped_storage(), key in self.gathered
         at = self._arena.take(storage.nbytes()) if own else storage.data_ptr()
         place = self._places[key] = Place(at, storage.nbytes(), planned=own)

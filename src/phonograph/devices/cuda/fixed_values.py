@@ -1,11 +1,11 @@
-"""The values of tensors that hold the same in each replay (`capture/fixed_values.py`), where they lie on a GPU.
+"""Values on a GPU that are the same in each replay (`capture/fixed_values.py`).
 
-Nothing runs there during a capture, and nobody may wait for it. So where code reads such a tensor, it is made once more, beside
-the capture (`capture/recipes.py`): on a stream that is not captured.
+During a capture nothing runs on the GPU, and nobody may wait for it. So where code reads such a tensor, it is made once more,
+beside the capture (`capture/recipes.py`): on a stream that is not captured.
 
-What is outside is compared by versions before each replay. They do not tell of `.data`: where that was asked for, or somebody
-has an alias of the memory, the values are compared, for which the host waits. Nor do versions tell of what goes around torch:
-so each replay looks as well, and what it finds is raised by a later call, as failed checks are (`value_checks.py`).
+A recipe may read tensors from outside of the call. Their versions are compared before each replay. A version misses a write
+through `.data` or another alias: where such an alias exists, the values are compared, and the host waits. It also misses a
+write that goes around torch: each replay looks for those on the device, and a later call raises (`value_checks.py`).
 """
 
 from __future__ import annotations
