@@ -252,8 +252,8 @@ def _is_torchs(frame: FrameType, path: tuple[str, ...]) -> bool:
 
 
 def _only_puts_back(found: object) -> bool:
-    """Whether `contextmanager` has made it of a generator that does nothing of the user's after an exception: it has no clauses;
-    or is a package's, and puts back what it has changed."""
+    """Whether `contextmanager` has made it of a generator that does nothing of the user's after an exception: it has no
+    clauses; or is a package's, and puts back what it has changed."""
     function = getattr(found, "__func__", found)
     generator = getattr(function, "__wrapped__", None)
     if getattr(function, "__code__", None) is not _MAKES_MANAGERS or type(generator) is not FunctionType:
