@@ -64,8 +64,9 @@ class SharesBackward(Shares):
 class All(Observed):
     """Several recorded modules, or all graphs that there are, as one."""
 
-    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, modules: Sequence[nn.Module] = (), kept: Any = None) -> None:
         self.modules = modules
+        self.kept = kept  # recordings go with the module that has the parameters
 
     def _all(self) -> list[Any]:
         from phonograph.api import _recorded
@@ -97,8 +98,25 @@ def compiled(module: nn.Module) -> Any:
     if ranks._now[-1] is None:
         return module
     torch._dynamo.reset()
-    ranks._inner[:] = [All()]
+    ranks._inner[:] = [All(kept=module)]
     return torch.compile(module, backend="phonograph", options={"inner": "aot_eager"})
+
+
+class Together(nn.Module):
+    """All blocks in one graph."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * 2  # type: ignore[no-any-return]
+
+
+def compiled_in_buckets(net: nn.Sequential, **options: Any) -> Any:
+    """Dynamo splits the graph where a bucket ends, and asks each part with fake tensors for the shapes that it gives."""
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = int(BUCKET * 2**20)  # type: ignore[attr-defined]
+    return compiled(averaged(Together(net), **options))
 
 
 def averaged(module: nn.Module, bucket: float = BUCKET, hook: Any = None, **options: Any) -> Any:
@@ -252,6 +270,9 @@ CASES = {
     "renewed": training(renewed),
     "wrapper": training(recorded_of(averaged)),
     "compiled_wrapper": training(lambda net: compiled(averaged(net, bucket=25))),
+    "compiled_in_buckets": training(compiled_in_buckets),
+    "compiled_in_buckets_accumulating": training(compiled_in_buckets, micro=3),
+    "compiled_in_buckets_static": training(lambda net: compiled_in_buckets(net, static_graph=True)),
     "wrapper_of_compiled": training(lambda net: averaged(compiled(net), bucket=25)),
     "sharded_of_recorded": training(sharded_around_recorded),
     "recorded_of_sharded": training(recorded_of(sharded)),

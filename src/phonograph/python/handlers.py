@@ -2,8 +2,8 @@
 
 A replay knows of no Python code: an exception that comes out of it goes straight to the caller. So where something that may
 raise is called in a capture, no ``except`` or ``finally`` clause may be around it, and no context manager but torch's own,
-which put back what a replay never changes. That is asked for the code that runs at that moment, and the instruction where it
-is.
+which put back what a replay never changes, and those like them. That is asked for the code that runs at that moment, and the
+instruction where it is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import dis
 import functools
 import inspect
 from itertools import pairwise
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 
 import torch
 
 from .._torch.dynamic import Private
 from .bytecode import all_within
 from .code_cache import of_code
-from .origin import LIBRARY, STDLIB, is_ours, is_torchs, origin
+from .origin import LIBRARY, STDLIB, USER, is_ours, is_torchs, origin
 
 __all__ = ["comes_to_something", "generators_catch", "is_caught_by_torch"]
 
@@ -38,6 +38,8 @@ _VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOA
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")
 _ENTERS = ("BEFORE_WITH", "SETUP_WITH")
+_WITHIN_MANAGERS = (*_ENTERS, "WITH_EXCEPT_START")
+_MAKES_MANAGERS = contextlib.contextmanager(lambda: iter(())).__code__
 _RAISE_AGAIN = ("_call_impl",)
 _GIVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "RETURN_GENERATOR")
 
@@ -46,7 +48,7 @@ def comes_to_something(frame: FrameType | None, outermost: CodeType | None, *, a
     """Whether an exception that is raised in this frame comes to code of the user's before it leaves the frame of `outermost`:
     one of a kind that operators raise, or of `any_kind`. What an installed package runs in any case (``finally``, or before it
     raises what it has caught) puts back what it changed, as torch's context managers do; what it catches counts like the
-    user's."""
+    user's. So it is with generators of which context managers are made."""
     while frame is not None and frame.f_code is not outermost:
         code, at = frame.f_code, frame.f_lasti
         if is_torchs(code.co_filename):
@@ -246,7 +248,20 @@ def _is_torchs(frame: FrameType, path: tuple[str, ...]) -> bool:
         return False
     kind = found if isinstance(found, type) or (callable(found) and hasattr(found, "__qualname__")) else type(found)
     module = getattr(kind, "__module__", "") or ""
-    return module.split(".")[0] == "torch" or getattr(kind, "__qualname__", "") == "nullcontext"
+    return module.split(".")[0] == "torch" or getattr(kind, "__qualname__", "") == "nullcontext" or _only_puts_back(found)
+
+
+def _only_puts_back(found: object) -> bool:
+    """Whether `contextmanager` has made it of a generator that does nothing of the user's after an exception: it has no
+    clauses; or is a package's, and puts back what it has changed."""
+    function = getattr(found, "__func__", found)
+    generator = getattr(function, "__wrapped__", None)
+    if getattr(function, "__code__", None) is not _MAKES_MANAGERS or type(generator) is not FunctionType:
+        return False
+    code, whose = generator.__code__, origin(generator.__code__.co_filename)
+    if whose is USER:
+        return not _clauses(code) and all(i.opname not in _WITHIN_MANAGERS for i in _instructions(code))
+    return whose is LIBRARY and {*_clauses(code).values()} <= {_FINALLY, _PASSES_ON}
 
 
 def _regions(code: CodeType, at: int) -> list[Private] | None:

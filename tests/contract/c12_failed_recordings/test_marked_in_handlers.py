@@ -194,6 +194,50 @@ _a_packages_raise = _packages("    except Exception:\n        raise")
 _a_packages_own_error = _packages("    except ValueError as error:\n        raise RuntimeError from error")
 
 
+@contextlib.contextmanager
+def scaling(by):
+    assert by > 0
+    yield by
+
+
+@contextlib.contextmanager
+def counted(log):
+    with Counting(log):
+        yield
+
+
+def _scaled(f, x, log):
+    with scaling(2.0) as by:
+        return f(x * by)
+
+
+def _counted(f, x, log):
+    with counted(log):
+        return f(x)
+
+
+def _packages_manager(clause):
+    """A function that calls `f` within a context manager of an installed package, which has that clause."""
+    lines = ["import contextlib", "@contextlib.contextmanager", "def manager():", "    try:", "        yield", clause]
+    space = {}
+    exec(compile("\n".join(lines), "/usr/lib/site-packages/package.py", "exec"), space)
+    manager = space["manager"]
+
+    def around(f, x, log):
+        y = x * 3
+        with manager():
+            y = f(x)
+        return y
+
+    return around
+
+
+_in_a_packages_manager = _packages_manager("    finally:\n        pass")
+
+
+_in_a_packages_that_catches = _packages_manager("    except ValueError:\n        pass")
+
+
 @may_run_live
 @pytest.mark.parametrize("fails", [-1, 3])
 @pytest.mark.parametrize(
@@ -203,7 +247,8 @@ _a_packages_own_error = _packages("    except ValueError as error:\n        rais
      (_decorated, False), (_a_packages_except, False), (_a_packages_other_except, False), (_a_packages_finally, True),
      (_a_packages_note, True), (_a_packages_raise, True), (_a_packages_own_error, False),
      (_always_called, None), (_known_managers, None), (_in_a_handler, None), (_before_and_after, True), (_in_no_grad, True),
-     (_retried, True)],
+     (_retried, True), (_scaled, True), (_counted, False), (_in_a_packages_manager, True),
+     (_in_a_packages_that_catches, False)],
 )  # fmt: skip
 def test_c13_code_around_it_that_would_run_after_an_exception(device, around, recorded, fails):
     """There the whole runs live; code beside it does not matter. (Which code that is is known from Python 3.11 on.)"""

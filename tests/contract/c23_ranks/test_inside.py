@@ -2,6 +2,8 @@
 over ranks: each step is eager's on each rank, and what is recorded is what docs/several-gpus.md says. The programs are in
 `tests/inside.py`."""
 
+import re
+
 import pytest
 
 from tests import inside
@@ -10,7 +12,7 @@ from tests.contract.c23_ranks.two_ranks import BACKENDS, Programs
 # The CPU would tell the same of all others, or compiles for long.
 ON_THE_CPU = {"module", "blocks", "module_accumulating", "module_recomputed", "renewed", "wrapper", "module_that_communicates",
               "module_that_communicates_in_its_backward",
-              "sharded_of_recorded", "tensor_parallel", "gathered"}  # fmt: skip
+              "sharded_of_recorded", "tensor_parallel", "gathered", "compiled_in_buckets"}  # fmt: skip
 # How often what is recorded is called in all steps, and how many recordings that takes.
 COUNTS = {
     "module": (20, 1), "module_after": (20, 1), "blocks": (60, 3), "last_block": (20, 1), "module_into_views": (20, 1),
@@ -75,6 +77,18 @@ def test_c23_what_communicates_in_a_backward_is_not_put_before_all_averages(back
         case = told["module_that_communicates_in_its_backward"]
         assert LIVE["module_that_communicates"] in case["reasons"]
         assert case["replayed"] <= 2, case["reasons"]
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"), on_each([case for case in inside.CASES if case.startswith("compiled_in_buckets")])
+)
+def test_c23_a_compiled_wrapper_is_recorded_a_bucket_at_a_time(case, backend):
+    for told in found(backend):
+        calls = 20 * (3 if "accumulating" in case else 1)
+        parts = [int(n) for n in re.findall(r"^graph \d+ .*: (\d+) calls", told[case]["reasons"], re.MULTILINE)]
+        assert len(parts) >= 2, told[case]["reasons"]
+        assert {*parts} == {calls}
+        assert told[case]["replayed"] >= len(parts) * (calls - 2), told[case]["reasons"]
 
 
 @pytest.mark.cuda
