@@ -2,6 +2,7 @@
 
     python benchmarks/set_up.py
     python benchmarks/set_up.py --device cpu --only PPO --profile    # where the time of one goes
+    python benchmarks/set_up.py --device cpu --beside OTHER/src      # and what other sources take, in turn, as ratios
 
 Each program runs in a process of its own. A number is the milliseconds that its first calls take beyond live ones, over those
 of a live step: warm-up, capture and instantiation together, for the first model of the process, and the least of later ones.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import cProfile
 import gc
 import json
+import os
 import pstats
 import statistics
 import subprocess
@@ -34,7 +36,7 @@ from real.sac import Actor, SoftQ
 CLAIM = "set_up"
 LIMITS = {"8 tiny": 100.0, "13 parameters": 15.0, "PPO": 8.0, "SAC": 6.0, "GPT-2": 5.0, "1,000 parameters": 12.0}
 TARGET = "first recordings beyond a live call, in live steps: " + ", ".join(f"{name} {most:g}" for name, most in LIMITS.items())
-CALLS, LIVE, AGAIN = 4, 30, 5
+CALLS, LIVE, AGAIN, TURNS = 4, 30, 5, 3
 
 Program = tuple[Callable[..., Any], Sequence[Any]]
 
@@ -211,19 +213,40 @@ def profiled(name: str, device: str) -> None:
             pstats.Stats(profiler).sort_stats(order).print_stats(45)
 
 
-def in_own_process(name: str, device: str) -> dict[str, Any]:
+def in_own_process(name: str, device: str, sources: str | None = None) -> dict[str, Any]:
     command = [sys.executable, __file__, "--device", device, "--only", name, "--here"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    path = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
+def in_turn(name: str, device: str, sources: str | None) -> dict[str, Any]:
+    """What one program takes; with other sources, the least of some processes of each."""
+    if sources is None:
+        return in_own_process(name, device)
+    ours, theirs = zip(
+        *[(in_own_process(name, device), in_own_process(name, device, sources)) for _ in range(TURNS)], strict=True
+    )
+    found = _least(ours)
+    for kind, other in _least(theirs).items():
+        found[kind]["over others"] = round(found[kind]["beyond ms"] / other["beyond ms"], 3)
+        found[kind]["of others"] = other
+    return found
+
+
+def _least(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each kind, that which has taken least."""
+    return {kind: dict(min((run[kind] for run in runs), key=lambda one: one["beyond ms"])) for kind in runs[0]}
+
+
 def main() -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=list(PROGRAMS), help="only these programs")
     parser.add_argument("--profile", action="store_true", help="print profiles, and write nothing")
+    parser.add_argument("--beside", metavar="SOURCES", help="compare with these sources of phonograph, in processes in turn")
     parser.add_argument("--here", action="store_true", help="in this process, and print JSON only")
     arguments = parser.parse_args()
     names, device = arguments.only or list(PROGRAMS), arguments.device
@@ -233,12 +256,13 @@ def main() -> int:
         for name in names:
             print(json.dumps(in_this_process(name, device)) if arguments.here else profiled(name, device))
         return 0
-    report = harness.Report(CLAIM, TARGET, arguments)
+    report = harness.Report(f"{CLAIM}_cpu" if device == "cpu" else CLAIM, TARGET, arguments)
     for name in names:
         with harness.trying(report, name):
-            found = in_own_process(name, device)
+            found = in_turn(name, device, arguments.beside)
             report.figures[name] = found
             steps = {kind: round(one["live steps"], 1) for kind, one in found.items()}
+            steps |= {f"{kind}, over others": one["over others"] for kind, one in found.items() if "over others" in one}
             report.rows.append(harness.Row(name, wall_us=found["first"]["live ms"] * 1e3, notes=steps))
     report.decide(all(report.figures.get(name, {}).get("first", {}).get("live steps", 1e9) <= most
                       for name, most in LIMITS.items()))  # fmt: skip

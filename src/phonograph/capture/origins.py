@@ -147,18 +147,20 @@ class Origins:
 
     def _of_node(self, node: torch.autograd.graph.Node) -> Whose:
         number = made_when(node)
-        if number >= _OF_LEAVES:
+        if not 0 <= number < _OF_LEAVES:
             leaf = getattr(node, "variable", None)
             return Whose(identity(leaf), MODULE, "") if leaf is not None else NOBODY
-        if number == self._node[0]:  # as for each operator of a node's after the first
-            return self._node[1]
+        known, whose_is = self._node  # (another thread may put another there)
+        if number == known:  # as for each operator of a node's after the first
+            return whose_is
         found: set[Whose] = set()
         for one in (self, self._forward):
             for numbers in one._numbers.values() if one is not None else ():
                 if (whose := numbers.of(number)) is not None:
                     found.add(whose)
-        self._node = number, found.pop() if len(found) == 1 else NOBODY
-        return self._node[1]
+        whose_is = found.pop() if len(found) == 1 else NOBODY
+        self._node = number, whose_is
+        return whose_is
 
     def named(self, reach: Reach) -> tuple[tuple[tuple[int, Origin], ...], ...]:
         """The same with names, and none of the objects: one row for each segment."""
