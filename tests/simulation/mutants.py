@@ -4,8 +4,8 @@
 
 Which lines a program reaches is noted first, for so many `--programs`. A mutant is one of the lines that are reached in the
 folders that decide (engine, slots, memory, devices), with something in it turned around: a comparison, `and`, `not`, a
-condition, a constant, a result; or without what it does. It runs the programs that reach it, in a copy of the source, until
-one differs from eager (or raises, dies, hangs), or its time is over.
+condition, a constant, a result; or without what it does. It runs the programs that reach it, in a copy of the source, and then
+others, until one differs from eager (or raises, dies, hangs), or its time is over.
 
 What it may come to: `differs` and its like are what was wanted. `counts`: all is right, but other calls were replayed than
 before. `survives`: nothing could be seen; the line may be there for speed, for another thread, for a GPU, or for an interrupt
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -102,6 +103,8 @@ def _in_functions(tree: ast.AST, inside: bool = False) -> Iterator[Any]:
             if node.name not in TOLD:
                 for one in node.body:
                     yield from (one, *_in_functions(one, True))
+        elif isinstance(node, ast.AnnAssign) and inside and node.value is not None:
+            yield from (node.value, *_in_functions(node.value, inside))
         elif not isinstance(node, ast.Raise | ast.JoinedStr | ast.arguments | ast.Assert):
             yield from (node, *_in_functions(node, inside)) if inside else _in_functions(node, inside)
 
@@ -169,7 +172,7 @@ def _baseline(say: Callable[[Any], None], source: str, first: int, last: int) ->
 def _tried(say: Callable[[Any], None], source: str, programs: list[int], counts: dict[int, Any], seconds: float) -> None:
     until = time.monotonic() + seconds
     run = _prepared(source)
-    for n, i in enumerate(programs):
+    for n, i in enumerate(itertools.chain(programs, itertools.count(max(counts) + 1))):
         if time.monotonic() > until:
             return
         try:
