@@ -268,7 +268,8 @@ class Drawing:
             ["h = h.scatter_add(1, y[:, None] % 4, h[:, :1])"], ["h = h + h.gather(1, y[:, None] % 4)"],
             ["h = h + h.topk(2, 1).values.sum()"], ["h = h + torch.bernoulli(h.detach().sigmoid())"],
             ["h = h + F.gumbel_softmax(h, dim=-1)"], ["h = h + torch.randperm(4, device=DEVICE)"],
-            ["h = h + torch.multinomial(h.detach().softmax(-1), 1)"], ["h = h + nn.init.normal_(torch.empty(4, device=DEVICE))"],
+            ["h = h + torch.multinomial(h.detach().softmax(-1), 1)"],
+            ["h = h + nn.init.normal_(torch.empty(4, device=DEVICE))"],
             ["h = h * random.choice((0.5, 2.0))"], ["h = h + float(np.random.rand())"],
             ["with torch.inference_mode():", "    z = h.detach().sum()", "h = h + z.clone()"],
             ["gc.collect()"], ["cycle = [h]", "cycle.append(cycle)", "h = cycle[1][0] * 2"],
@@ -399,7 +400,7 @@ class Drawing:
             "Adagrad({}, 0.05)", "NAdam({}, 0.01)", "RAdam({}, 0.01)", "Adamax({}, 0.01)", "Adadelta({}, 0.5)",
             "Rprop({}, 0.01)", "AdamW({}, torch.tensor(0.01), foreach=False)", "Adam({}, 0.01, foreach=True)",
             "SGD({}, 0.05, momentum=0.9, foreach=True, maximize=True)", "Adam({}, 0.01, fused=True, weight_decay=0.1)",
-            "ASGD({}, 0.01)", "Adagrad({}, 0.05, fused=True)", 
+            "ASGD({}, 0.01)", "Adagrad({}, 0.05, fused=True)",
         ))  # fmt: skip
         groups = self.choose(("net.parameters()", "net.parameters()",
                               "[dict(params=[p]) for p in net.parameters()]",
@@ -409,7 +410,7 @@ class Drawing:
             "LambdaLR(opt, lambda e: 1 / (1 + e))",
             "OneCycleLR(opt, 0.1, total_steps=60, cycle_momentum=False)", "LinearLR(opt, 0.1, total_iters=5)",
             "CyclicLR(opt, 0.01, 0.1, 3, cycle_momentum=False)", "MultiStepLR(opt, [2, 6, 9])", "PolynomialLR(opt, 12)",
-            "SequentialLR(opt, [torch.optim.lr_scheduler.ConstantLR(opt), torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)], [4])",
+            "SequentialLR(opt, [torch.optim.lr_scheduler.ConstantLR(opt), torch.optim.lr_scheduler.StepLR(opt, 2)], [4])",
             "CosineAnnealingWarmRestarts(opt, 4)",
         ))  # fmt: skip
         return [f"opt = torch.optim.{kind.format(groups)}", f"schedule = torch.optim.lr_scheduler.{scheduler}"]
@@ -571,7 +572,8 @@ class Drawing:
             ["if isinstance(out, torch.Tensor) and out.requires_grad:", "    out.sum().backward()"],
             ["in_thread(gc.collect)"], ["net.load_state_dict(ema.state_dict())"], ["ema.load_state_dict(net.state_dict())"],
             ["ema[0].weight.grad = net[0].weight.grad"], ["net[0].weight.grad = ema[0].weight.detach()"],
-            ["box = copy.deepcopy(box)"], ["vars(net[0]).pop('extra_number', None)"], ["net.append(nn.Linear(4, 4).to(DEVICE))"],
+            ["box = copy.deepcopy(box)"], ["vars(net[0]).pop('extra_number', None)"],
+            ["net.append(nn.Linear(4, 4).to(DEVICE))"],
             ["net[0], net[1] = net[1], net[0]"], ["net.requires_grad_(n % 2 == 0)"], ["opt.state.clear()"],
             ["opt.add_param_group({'params': [nn.Parameter(torch.ones(2, device=DEVICE))]})"],
             ["seen['rng'] = torch.get_rng_state()"], ["if 'rng' in seen:", "    torch.set_rng_state(seen['rng'])"],
@@ -589,12 +591,35 @@ class Drawing:
 
     def call(self, name: str) -> Lines:
         more = self.choose(
-            ("", "", "", "", ", extra=0.1 * n", ", n % 2", ", extra=data(n)[0]", ", 0.5 if n < 6 else 0.25", ", extra=1 + n // 4",
-             ", extra=x[0]", ", extra=net[0].weight[0]", ", extra=np.float32(0.5)", ", extra=torch.tensor(0.5)", ", *[0.5]",
-             ", **{'extra': n > 5}", ", extra=x", ", extra=net[0].bias.detach()")
+            (
+                "",
+                "",
+                "",
+                "",
+                ", extra=0.1 * n",
+                ", n % 2",
+                ", extra=data(n)[0]",
+                ", 0.5 if n < 6 else 0.25",
+                ", extra=1 + n // 4",
+                ", extra=x[0]",
+                ", extra=net[0].weight[0]",
+                ", extra=np.float32(0.5)",
+                ", extra=torch.tensor(0.5)",
+                ", *[0.5]",
+                ", **{'extra': n > 5}",
+                ", extra=x",
+                ", extra=net[0].bias.detach()",
+            )
         )
-        line = self.choose((f"out = {name}(x, y{more})",) * 8 + (f"out = in_thread({name}, x, y{more})", f"out = {name}(y=y, x=x)",
-                           f"out = {name}(*(x, y))", f"out = in_thread({name}, x, y{more}) if n % 3 else {name}(x, y{more})"))
+        line = self.choose(
+            (f"out = {name}(x, y{more})",) * 8
+            + (
+                f"out = in_thread({name}, x, y{more})",
+                f"out = {name}(y=y, x=x)",
+                f"out = {name}(*(x, y))",
+                f"out = in_thread({name}, x, y{more}) if n % 3 else {name}(x, y{more})",
+            )
+        )
         around = self.choose(("",) * 8 + ("with torch.autocast(DEVICE.type, torch.bfloat16):", "if n % 3:",
         "for _ in range(2):")
                              + (("with torch.no_grad():",
@@ -603,16 +628,32 @@ class Drawing:
 
     def program(self) -> Program:
         kinds = self.choose(
-            (("step",), ("step",), ("step",), ("answer",), ("step", "answer"), ("answer", "answer"), ("learns", "updates"), (),
-             ("step", "step"), ("answer", "step"), ("learns", "learns", "updates"))
+            (
+                ("step",),
+                ("step",),
+                ("step",),
+                ("answer",),
+                ("step", "answer"),
+                ("answer", "answer"),
+                ("learns", "updates"),
+                (),
+                ("step", "step"),
+                ("answer", "step"),
+                ("learns", "learns", "updates"),
+            )
         )
         self.style = self.style if kinds else "function"
         self._make_places()
         names = [f"{kind}{i or ''}" for i, kind in enumerate(kinds)]
         defined = [line for name, kind in zip(names, kinds, strict=True) for line in self._function(name, kind)]
         trainer = ["class Trainer:", *_deeper(self.methods), "trainer = Trainer()"] if self.style == "method" else []
-        model = [*self.model(kinds), *self.maybe(3, self.hooks()), "ema = copy.deepcopy(net)", *self.optimizer(),
-                 "scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)"]
+        model = [
+            *self.model(kinds),
+            *self.maybe(3, self.hooks()),
+            "ema = copy.deepcopy(net)",
+            *self.optimizer(),
+            "scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)",
+        ]
         body = ["x, y = data(n, ROWS), classes(n, ROWS)".replace("ROWS", self.rows)]
         for name in names:
             body += [*self.maybe(3, self.between(names)), *self.call(name)]
