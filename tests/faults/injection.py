@@ -14,7 +14,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +32,9 @@ from tests.faults.programs import PROGRAMS, Program, Same
 __all__ = ["ERRORS", "PHASES", "Trial", "draw", "run"]
 
 HOME = os.path.dirname(pg.__file__)
-PHASES = {"warm-up": 0, "capture": 1, "first replay": 2, "replay": 3, "eviction": 4, "audit": 9}
-"""How many calls come before the one that a fault is in."""
+RESET = "reset"
+PHASES = {"warm-up": 0, "capture": 1, "first replay": 2, "replay": 3, "eviction": 4, "audit": 9, RESET: 4}
+"""How many calls come before the one that a fault is in, or before a reset that it is in."""
 ERRORS: dict[str, type[BaseException]] = {
     "memory": MemoryError,
     "interrupt": KeyboardInterrupt,
@@ -146,6 +147,10 @@ class Side:
         with self.drawing():
             return self.program.call(k)
 
+    def reset(self) -> None:
+        for each in self.program.recorded:
+            pg.reset(each)
+
     def state(self) -> list[Any]:
         """All but gradients."""
         return [*self.program.state(), *self.generators, self.python]
@@ -204,8 +209,8 @@ def run(trial: Trial, device: torch.device) -> tuple[int, str]:
         try:
             return _run(trial, device, calls, ours)
         finally:
-            for each in ours.program.recorded:
-                pg.reset(each)
+            with suppress(TypeError):  # a module that was reset is not recorded any more
+                ours.reset()
 
 
 def _run(trial: Trial, device: torch.device, calls: int, ours: Side) -> tuple[int, str]:
@@ -214,7 +219,7 @@ def _run(trial: Trial, device: torch.device, calls: int, ours: Side) -> tuple[in
     before, raised, result = house(), None, None
     with Functions(trial.at, ERRORS[trial.error]) as fault:
         try:
-            result = ours.call(calls)
+            result = ours.reset() if trial.phase == RESET else ours.call(calls)
         except BaseException as error:
             raised = error
     after = house()
@@ -224,6 +229,11 @@ def _run(trial: Trial, device: torch.device, calls: int, ours: Side) -> tuple[in
         return fault.count, f"{fault.where}: raises {type(raised).__name__}: {raised}"
     raises = raised is not None
     raised = None
+    if trial.phase == RESET:
+        theirs = eager(trial, device, calls)
+        if not same(theirs.whole(), ours.whole()):
+            return fault.count, f"{fault.where}: a reset changes the state: {told(theirs.whole(), ours.whole())}"
+        return fault.count, follow(ours, theirs, calls, fault.where)
     theirs, said = beside(trial, device, calls, ours, raises, result)
     if theirs is None:
         return fault.count, f"{fault.where}: {said}"

@@ -16,10 +16,10 @@ Record = Callable[..., Any]
 
 
 class Same:
-    """What eager has in place of `pg.record`: the function itself."""
+    """What eager has in place of `pg.record`: the function itself, or so many calls of it."""
 
-    def __call__(self, function: Any, **options: Any) -> Any:
-        return function
+    def __call__(self, function: Any, steps: int | None = None, **options: Any) -> Any:
+        return function if steps is None else lambda x: torch.stack([*map(function, x)])
 
 
 class Program:
@@ -273,6 +273,34 @@ class Automatic(Split):
         self.recorded_step = self.record(self.step, fallback="auto")
 
 
+class Stepped(Program):
+    """Three steps of training in each call."""
+
+    def prepare(self) -> None:
+        self.recorded_step = self.record(self.step, steps=3)
+
+    def step(self, x: torch.Tensor) -> Any:
+        self.optimizer.zero_grad()
+        loss = F.dropout(self.net(x), 0.3).square().sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def call(self, k: int) -> Any:
+        return self.recorded_step(self.batch(k, 3, 4, 3))
+
+
+class Nested(Training):
+    """A recorded function within another."""
+
+    def prepare(self) -> None:
+        self.inner = self.record(lambda x: x.tanh() * 2)
+        super().prepare()
+
+    def step(self, x: torch.Tensor) -> Any:
+        return super().step(self.inner(x))
+
+
 class Padded(Program):
     """Three sizes of batches, padded to one."""
 
@@ -289,6 +317,6 @@ class Padded(Program):
 
 KINDS = (
     Training, Verified, Accumulating, Outside, Split, Marked, Loop, Held, Sizes, Scheduled, Adversaries, Edited,
-    Evicting, Automatic, Padded,
+    Evicting, Automatic, Padded, Stepped, Nested,
 )  # fmt: skip
 PROGRAMS: dict[str, type[Program]] = {kind.__name__: kind for kind in KINDS}

@@ -74,6 +74,28 @@ HOLDERS = ("box", "slots", "fields", "space", "box.inner", "net")
 TABLES = ("table", "rows[0]", "vars(box)")
 
 
+BACKWARDS: tuple[Lines, ...] = (
+    *[["loss.backward()"]] * 6, ["loss.backward(retain_graph=True)"], ["(loss / 2).backward()"],
+    ["for part in x.split(2):", "    (net(part).square().sum() / 4).backward()"],
+    ["(a,) = torch.autograd.grad(loss, [net[0].weight], create_graph=True)", "(loss + a.square().sum()).backward()"],
+    ["for p, g in zip(net.parameters(), torch.autograd.grad(loss, [*net.parameters()], allow_unused=True)):", "    p.grad = g"],
+    ["loss.backward(retain_graph=True)", "net(x.roll(1, 0)).tanh().sum().backward()"],
+)  # fmt: skip
+STEPS: tuple[Lines, ...] = (
+    *[["opt.step()"]] * 6, ["opt.step(lambda: loss)"], ["nn.utils.clip_grad_value_(net.parameters(), 0.125)", "opt.step()"],
+)  # fmt: skip
+SCALED_BACKWARDS: tuple[Lines, ...] = (
+    ["scaler.scale(loss).backward()"],
+    ["with torch.autocast(DEVICE.type, torch.bfloat16):", "    loss = loss + net(x).float().square().mean()",
+     "scaler.scale(loss).backward()"],
+    ["scaler.scale(loss * float(extra) if isinstance(extra, int) else loss).backward()"],
+)  # fmt: skip
+SCALED_STEPS: tuple[Lines, ...] = (
+    ["scaler.step(opt)", "scaler.update()"],
+    ["scaler.unscale_(opt)", "nn.utils.clip_grad_norm_(net.parameters(), 1.0)", "scaler.step(opt)", "scaler.update()"],
+)
+
+
 def draw(choose: Choose) -> Program:
     return Drawing(choose).program()
 
@@ -84,6 +106,7 @@ class Drawing:
     def __init__(self, choose: Choose) -> None:
         self.choose = choose
         self.setup: Lines = []
+        self.name = "net"  # of the recorded function that is drawn
         self.globals: Lines = []
         self.places: dict[str, list[Place]] = {}
         self.style = choose(("function", "function", "method", "closure"))
@@ -207,6 +230,7 @@ class Drawing:
             ["h = h[torch.arange(len(h), device=DEVICE).flip(0)]"],
             [f"h = torch.utils.checkpoint.checkpoint(lambda a: torch.tanh(a) * {x}, h, use_reentrant=False)"],
             ["with torch.no_grad():", f"    h = h + h.mean(0) * {x}"],
+            ["h = net(h)"] if self.name == "net" else  # a weight used twice within one is cast twice (docs/limits.md)
             ["with torch.autocast(DEVICE.type, torch.bfloat16):", "    h = net(h).float()"],
             ["h = net(h)"], ["try:", f"    h = h / {x}", "except ZeroDivisionError:", "    h = h + 3"],
             [f"h = pg.cond(h.sum() > 0, lambda a: a * {x}, lambda a: a - 1, h)"], ["h = noted(h)"], ["h = Twice.apply(h)"],
@@ -235,6 +259,31 @@ class Drawing:
             ["h = h[: max(1, len(h) - 1)].repeat(2, 1)[: len(h)]"],
             ["h = box.scaled(h)"], [f"h = torch.linalg.vector_norm(h, {x} + 2.5) + h"], ["h = F.one_hot(y, 4).float() + h"],
             [f"h = h.masked_fill(h > {x}, 0.0)"],
+            ["h = inner(h)"], ["h = Fails.apply(h)"], ["h = inner(inner(h))"],
+            ["h = torch.utils.checkpoint.checkpoint(net, h, use_reentrant=False)"],
+            [f"h = torch.utils.checkpoint.checkpoint(lambda a: F.dropout(a * {x}), h, use_reentrant=True)"],
+            ["h = h.unsqueeze(0).expand(2, -1, -1).sum(0)"], ["h = h.double().cumsum(1).float()"],
+            ["v = h.clone()", "w = v[:, :2]", "w += 1", "h = v"], ["h = h.clone()", "h.view(-1)[::2] *= 2"],
+            ["v = h.reshape(-1)", "h = h + v.sum()"], ["h = h.index_add(0, y % len(h), h)"],
+            ["h = h.scatter_add(1, y[:, None] % 4, h[:, :1])"], ["h = h + h.gather(1, y[:, None] % 4)"],
+            ["h = h + h.topk(2, 1).values.sum()"], ["h = h + torch.bernoulli(h.detach().sigmoid())"],
+            ["h = h + F.gumbel_softmax(h, dim=-1)"], ["h = h + torch.randperm(4, device=DEVICE)"],
+            ["h = h + torch.multinomial(h.detach().softmax(-1), 1)"],
+            ["h = h + nn.init.normal_(torch.empty(4, device=DEVICE))"],
+            ["h = h * random.choice((0.5, 2.0))"], ["h = h + float(np.random.rand())"],
+            ["with torch.inference_mode():", "    z = h.detach().sum()", "h = h + z.clone()"],
+            ["gc.collect()"], ["cycle = [h]", "cycle.append(cycle)", "h = cycle[1][0] * 2"],
+            [f"h = sum(h * k for k in (0.5, {x}))"], [f"h = h + torch.tensor([{x}, 1.0, 2.0, 3.0], device=DEVICE)"],
+            ["h = h + nn.utils.parameters_to_vector(net.parameters()).sum()"], ["h = h * (1 + int(net.training))"],
+            ["try:", "    h = h.reshape(7, -1)", "except RuntimeError:", f"    h = h * {x}", "finally:", "    log.append(0)"],
+            [f"while (k := {i}) < 2 and len(log) % 2:", "    h, k = h + k, 2", "    log.append(k)"],
+            ["if held and isinstance(held[-1], torch.Tensor):", "    h = h + held[-1].detach().sum()"],
+            [f"vars(box)['deep'] = {{'b': {x}}}", "h = h * vars(box)['deep']['b']"], ["h = h + in_thread(h.detach().sum)"],
+            ["h = h * torch.ones_like(h, memory_format=torch.contiguous_format).cumprod(0)"],
+            ["a, b = h.chunk(2, 1)", "h = torch.cat([a * b, b.mul(2)], 1)"], ["h = h + F.layer_norm(h, (4,))"],
+            ["h = h @ net[0].weight"] if self.name == "net" else
+            ["with torch.autocast(DEVICE.type, torch.bfloat16):", "    h = (h @ net[0].weight).float() + net(h).float()"],
+            [f"h = torch.where(torch.rand(h.shape, device=DEVICE) < 0.5, h, {x} * h)"],
         ))  # fmt: skip
 
     def leaves(self, *, plainly: bool = False) -> Lines:
@@ -283,6 +332,24 @@ class Drawing:
             ["seen['rate'] = opt.param_groups[0]['lr']"],
             ["opt.param_groups[0]['lr'] *= 0.9"], [f"opt.param_groups[0]['lr'] = 0.05 * {x}"],
             ["seen['now'] = schedule.get_last_lr()"],
+            [f"if {n} % 5 == 4:", f"    reset({self.name})"], ["ema[0].weight.grad = net[0].weight.grad"],
+            ["if net[0].weight.grad is not None:", "    net[0].weight.grad.data = net[0].weight.grad.data * 0.5"],
+            ["seen['grad'] = net[0].weight.grad"], ["held.append(net[0].weight.grad)"], ["held.append(x)"],
+            ["held.append(h.detach().reshape(-1)[:2])"], ["held.append(h[:, 0])"], ["net.train(not net.training)"],
+            ["if h.detach().sum() > 9:", "    raise ValueError('large')"], ["opt.zero_grad()"],
+            [f"if {n} % 6 == 5:", "    opt.state.clear()"], [f"opt.param_groups[0]['weight_decay'] = {x}"],
+            ["x.data = x.data * 0.5"], ["x.add_(1)", "y.add_(1)"], ["net.register_buffer('more', h.detach().mean(0))"],
+            ["net.more = h.detach().sum()"], [f"if {n} % 3 == 2:", "    seen.clear()"],
+            ["log.append(loss.item()) if 'loss' in locals() else log.append(None)"],
+            ["seen['views'] = h.detach().t(), h.detach()[1:]"], ["seen['rng'] = torch.get_rng_state()"],
+            ["torch.manual_seed(counted.append(0) or len(counted))"],
+            ["net.requires_grad_(True)"], ["seen['last'] = seen.get('last')"], ["gen.manual_seed(5)"],
+            [f"box.flagged = {self.condition()}"], ["if getattr(box, 'flagged', False):", "    log.append(1)"],
+            ["globals()['out_file'] = io.StringIO()"], [f"fields.other = {x}"], ["rows[-1]['made'] = h.detach().sum()"],
+            ["seen['deep'] = {'a': [h.detach().sum(), {'b': h.detach()[0]}]}"],
+            ["seen.setdefault('many', collections.deque(maxlen=2)).append(h.detach())"],
+            ["with torch.no_grad():", "    for p in net.parameters():", "        p.clamp_(-1, 1)"],
+            ["with torch.no_grad():", "    net[0].weight[0] = 0.5"], ["schedule.last_epoch += 1"],
         ))  # fmt: skip
 
     def some(self, *kinds: Callable[[], Lines], upto: int = 3) -> Lines:
@@ -294,10 +361,12 @@ class Drawing:
         layers = (
             "nn.Linear(4, 4)", "nn.Linear(4, 4)", "nn.BatchNorm1d(4)", "nn.LayerNorm(4)", "nn.Dropout(0.25)", "nn.Tanh()",
             "nn.ReLU(inplace=True)", "nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))", "Scale()",
+            "nn.BatchNorm1d(4, momentum=None)", "nn.BatchNorm1d(4, track_running_stats=False)", "nn.GroupNorm(2, 4)",
+            "nn.RReLU()", "Attends()", "nn.Sequential(nn.Dropout(0.5), Scale())",
             "nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))",
-            "nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))",
+            "nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))", "nn.Sequential(*[nn.Linear(4, 4)] * 2)",
         )  # fmt: skip
-        layers = layers if kinds else layers[:-2]  # several calls: their weights get more than two gradients, in another order
+        layers = layers if kinds else layers[:-3]  # several calls: their weights get more than two gradients, in another order
         chosen = [self.choose(layers) for _ in range(self.choose((1, 2, 3)))]
         return [f"net = nn.Sequential(nn.Linear(4, 4), {', '.join(chosen)}).to(DEVICE)"]
 
@@ -309,7 +378,10 @@ class Drawing:
             ["net[0].register_full_backward_hook(lambda m, g, o: tuple(None if a is None else a * 2 for a in g))"],
             ["net[-1].register_forward_hook(lambda m, a, y: seen.__setitem__('last', y.detach()))"],
             ["net[0].register_forward_hook(lambda m, a, y: counted.append(len(counted)))"],
-            ["net[0].bias.requires_grad_(False)"], ["net[0].tied = net[0].weight"],
+            ["net[0].bias.requires_grad_(False)"], ["net[0].tied = net[0].weight"], ["net[-1].tied = net[0]"],
+            ["net.register_full_backward_pre_hook(lambda m, g: tuple(a * 0.5 for a in g))"],
+            ["net[0].weight.register_hook(lambda g: log.append(0))"],
+            ["opt_hook = lambda o, a, k: counted.append(len(counted))"],
         ))  # fmt: skip
 
     def loss(self) -> str:
@@ -326,7 +398,9 @@ class Drawing:
             "Adam({}, 0.01)", "AdamW({}, 0.01)", "AdamW({}, 0.01, fused=True)", "AdamW({}, 0.01, foreach=True)",
             "Adam({}, 0.01, amsgrad=True, foreach=False)", "SGD({}, 0.05, momentum=0.5, fused=True)", "RMSprop({}, 0.01)",
             "Adagrad({}, 0.05)", "NAdam({}, 0.01)", "RAdam({}, 0.01)", "Adamax({}, 0.01)", "Adadelta({}, 0.5)",
-            "Rprop({}, 0.01)", "AdamW({}, torch.tensor(0.01), foreach=False)",
+            "Rprop({}, 0.01)", "AdamW({}, torch.tensor(0.01), foreach=False)", "Adam({}, 0.01, foreach=True)",
+            "SGD({}, 0.05, momentum=0.9, foreach=True, maximize=True)", "Adam({}, 0.01, fused=True, weight_decay=0.1)",
+            "ASGD({}, 0.01)", "Adagrad({}, 0.05, fused=True)",
         ))  # fmt: skip
         groups = self.choose(("net.parameters()", "net.parameters()",
                               "[dict(params=[p]) for p in net.parameters()]",
@@ -335,6 +409,9 @@ class Drawing:
             "ExponentialLR(opt, 0.9)", "StepLR(opt, 3, 0.5)", "CosineAnnealingLR(opt, 10)",
             "LambdaLR(opt, lambda e: 1 / (1 + e))",
             "OneCycleLR(opt, 0.1, total_steps=60, cycle_momentum=False)", "LinearLR(opt, 0.1, total_iters=5)",
+            "CyclicLR(opt, 0.01, 0.1, 3, cycle_momentum=False)", "MultiStepLR(opt, [2, 6, 9])", "PolynomialLR(opt, 12)",
+            "SequentialLR(opt, [torch.optim.lr_scheduler.ConstantLR(opt), torch.optim.lr_scheduler.StepLR(opt, 2)], [4])",
+            "CosineAnnealingWarmRestarts(opt, 4)",
         ))  # fmt: skip
         return [f"opt = torch.optim.{kind.format(groups)}", f"schedule = torch.optim.lr_scheduler.{scheduler}"]
 
@@ -345,9 +422,10 @@ class Drawing:
         n = self.at("whole")
         every = self.choose((0, 0, 0, 2, 3))
         zero = self.choose(("opt.zero_grad()", "opt.zero_grad()", "opt.zero_grad(set_to_none=False)", "pass"))
+        scaled = self.choose(range(6)) == 5
         ends = [
             *self.maybe(3, ["nn.utils.clip_grad_norm_(net.parameters(), 0.5)"]),
-            self.choose(("opt.step()",) * 5 + ("opt.step(lambda: loss)",)),
+            *self.choose(SCALED_STEPS if scaled else STEPS),
             *self.maybe(4, ["schedule.step()"]),
             *self.maybe(
                 5,
@@ -365,8 +443,7 @@ class Drawing:
         return [
             "h = x", *self.maybe(4, [zero]), *self.some(self.leaves), "h = net(x)",
             *self.some(self.computes, self.leaves, upto=4),
-            f"loss = {self.loss()}", self.choose(("loss.backward()",) * 6 + ("loss.backward(retain_graph=True)",
-            "(loss / 2).backward()")),
+            f"loss = {self.loss()}", *self.choose(SCALED_BACKWARDS if scaled else BACKWARDS),
             *self.some(self.leaves), *ends, *self.some(self.leaves), f"return {self.result('loss.detach()')}",
         ]  # fmt: skip
 
@@ -426,7 +503,8 @@ class Drawing:
         ))  # fmt: skip
 
     def define(self, name: str, body: Lines) -> Lines:
-        options = self.choose(("", "", "", ", warmup=0", ", warmup=2", ", max_recordings=2", ", verify=3"))
+        options = self.choose(("", "", "", ", warmup=0", ", warmup=2", ", max_recordings=2", ", max_recordings=1", ", verify=3",
+                               ", audit=2", ", audit=3, warmup=0"))  # fmt: skip
         known = [f"global {', '.join(self.globals)}"] if self.globals else []
         if self.style == "method":
             self.methods += [f"def {name}(self, x, y, extra=1.0):", *_deeper([*known, *body])]
@@ -481,6 +559,31 @@ class Drawing:
             ["random.random()"], ["np.random.rand()"], ["net.register_forward_hook(lambda m, a, y: y + 0.5)"],
             ["net[0].weight.grad.mul_(2)"],
             ["net.to(torch.float64).to(torch.float32)"], ["held.append(net[0].weight)"], ["x = held[-1]"], ["log.clear()"],
+            ["handles.append(net[0].register_forward_hook(lambda m, a, y: y * 1.5))"],
+            ["handles.append(net[0].weight.register_hook(lambda g: g * 2))"], ["if handles:", "    handles.pop().remove()"],
+            ["x = x[:, [3, 2, 1, 0]]"], ["x = torch.cat([x, x], 1)[:, ::2]"], ["x = x[:1].expand(len(x), 4)"],
+            ["x = F.pad(x, (0, 1))[:, :4]"], ["x = F.pad(x, (1, 0))[:, 1:]"], ["x = nn.Parameter(x)"],
+            ["with torch.inference_mode():", "    x = x + 0"], ["x = x.to(torch.bfloat16).to(torch.float32)"],
+            ["net.to(torch.float64 if n < 8 else torch.float32)", "x = x.to(net[0].weight.dtype)"],
+            ["torch.set_float32_matmul_precision('high' if n % 2 else 'highest')"],
+            ["if isinstance(out, torch.Tensor):", "    held.append(out.reshape(-1)[:1])"],
+            ["if isinstance(out, torch.Tensor):", "    held.append(out.t())"],
+            ["if isinstance(out, torch.Tensor):", "    out.detach().add_(1)"],
+            ["if isinstance(out, torch.Tensor) and out.requires_grad:", "    out.sum().backward()"],
+            ["in_thread(gc.collect)"], ["net.load_state_dict(ema.state_dict())"], ["ema.load_state_dict(net.state_dict())"],
+            ["ema[0].weight.grad = net[0].weight.grad"], ["net[0].weight.grad = ema[0].weight.detach()"],
+            ["box = copy.deepcopy(box)"], ["vars(net[0]).pop('extra_number', None)"],
+            ["net.append(nn.Linear(4, 4).to(DEVICE))"],
+            ["net[0], net[1] = net[1], net[0]"], ["net.requires_grad_(n % 2 == 0)"], ["opt.state.clear()"],
+            ["opt.add_param_group({'params': [nn.Parameter(torch.ones(2, device=DEVICE))]})"],
+            ["seen['rng'] = torch.get_rng_state()"], ["if 'rng' in seen:", "    torch.set_rng_state(seen['rng'])"],
+            ["random.seed(n)"], [f"{name}(x)"], [f"look({name})"], [f"out = [{name}(x, y), {name}(x * 0.5, y)]"],
+            [f"held.append({name}(x, y))"], ["held[:] = [copy.deepcopy(h) for h in held[-2:] if getattr(h, 'is_leaf', True)]"],
+            ["torch.save(net.state_dict(), io.BytesIO())"], ["net = pickle.loads(pickle.dumps(net))"],
+            ["net.zero_grad()"], ["net.half().float()"], ["scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0)"],
+            ["cycle = [out]", "cycle.append(cycle)", "del cycle"], ["net[0].weight.data.mul_(0.5)"],
+            ["with torch.no_grad():", "    nn.utils.vector_to_parameters(torch.linspace(-1, 1, count(net)), net.parameters())"],
+            [f"other, {name} = {name}, {name}"], ["box.inner, asking.inner = asking.inner, box.inner"],
         ]  # fmt: skip
         lines = self.choose(self.choose((mine or others, others, others)))
         when = self.choose(("", "if n % 4 == 3:", "if n == 6:", "if n == 8:", "if n in (5, 9):", "if n > 7:"))
@@ -488,9 +591,35 @@ class Drawing:
 
     def call(self, name: str) -> Lines:
         more = self.choose(
-            ("", "", "", ", extra=0.1 * n", ", n % 2", ", extra=data(n)[0]", ", 0.5 if n < 6 else 0.25", ", extra=1 + n // 4")
+            (
+                "",
+                "",
+                "",
+                "",
+                ", extra=0.1 * n",
+                ", n % 2",
+                ", extra=data(n)[0]",
+                ", 0.5 if n < 6 else 0.25",
+                ", extra=1 + n // 4",
+                ", extra=x[0]",
+                ", extra=net[0].weight[0]",
+                ", extra=np.float32(0.5)",
+                ", extra=torch.tensor(0.5)",
+                ", *[0.5]",
+                ", **{'extra': n > 5}",
+                ", extra=x",
+                ", extra=net[0].bias.detach()",
+            )
         )
-        line = self.choose((f"out = {name}(x, y{more})",) * 8 + (f"out = in_thread({name}, x, y{more})",))
+        line = self.choose(
+            (f"out = {name}(x, y{more})",) * 8
+            + (
+                f"out = in_thread({name}, x, y{more})",
+                f"out = {name}(y=y, x=x)",
+                f"out = {name}(*(x, y))",
+                f"out = in_thread({name}, x, y{more}) if n % 3 else {name}(x, y{more})",
+            )
+        )
         around = self.choose(("",) * 8 + ("with torch.autocast(DEVICE.type, torch.bfloat16):", "if n % 3:",
         "for _ in range(2):")
                              + (("with torch.no_grad():",
@@ -499,14 +628,32 @@ class Drawing:
 
     def program(self) -> Program:
         kinds = self.choose(
-            (("step",), ("step",), ("step",), ("answer",), ("step", "answer"), ("answer", "answer"), ("learns", "updates"), ())
+            (
+                ("step",),
+                ("step",),
+                ("step",),
+                ("answer",),
+                ("step", "answer"),
+                ("answer", "answer"),
+                ("learns", "updates"),
+                (),
+                ("step", "step"),
+                ("answer", "step"),
+                ("learns", "learns", "updates"),
+            )
         )
         self.style = self.style if kinds else "function"
         self._make_places()
         names = [f"{kind}{i or ''}" for i, kind in enumerate(kinds)]
-        defined = [line for name, kind in zip(names, kinds, strict=True) for line in self.define(name, getattr(self, kind)())]
+        defined = [line for name, kind in zip(names, kinds, strict=True) for line in self._function(name, kind)]
         trainer = ["class Trainer:", *_deeper(self.methods), "trainer = Trainer()"] if self.style == "method" else []
-        model = [*self.model(kinds), *self.maybe(3, self.hooks()), "ema = copy.deepcopy(net)", *self.optimizer()]
+        model = [
+            *self.model(kinds),
+            *self.maybe(3, self.hooks()),
+            "ema = copy.deepcopy(net)",
+            *self.optimizer(),
+            "scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)",
+        ]
         body = ["x, y = data(n, ROWS), classes(n, ROWS)".replace("ROWS", self.rows)]
         for name in names:
             body += [*self.maybe(3, self.between(names)), *self.call(name)]
@@ -519,6 +666,10 @@ class Drawing:
         text = "\n".join([MADE.strip(), KNOWN.strip(), *model, *trainer, *self.setup, *defined, *loop])
         return Program(text + "\n", self.options())
 
+    def _function(self, name: str, kind: str) -> Lines:
+        self.name = name
+        return self.define(name, getattr(self, kind)())
+
     def options(self) -> tuple[tuple[str, Any], ...]:
         fallback = self.choose(("live", "live", "live", "split", "auto"))
         pays = self.choose(("always", "always", "always", "pays"))
@@ -526,7 +677,7 @@ class Drawing:
 
 
 KNOWN = """
-held, log, seen, counted, out, out_file, saved = [], [], {}, [], None, io.StringIO(), {}
+held, log, seen, counted, out, out_file, saved, handles = [], [], {}, [], None, io.StringIO(), {}, []
 gen = torch.Generator(DEVICE).manual_seed(3)
 
 def n_of(n):
@@ -550,6 +701,32 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * ctx.saved_tensors[0]
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        if len(held) % 5 == 4:
+            raise ValueError("in a backward")
+        return g * 2
+
+@record
+def inner(h):
+    return (h * box.size).tanh() + h
+
+def count(net):
+    return sum(p.numel() for p in net.parameters())
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.25, batch_first=True)
+
+    def forward(self, h):
+        return self.attention(h[None], h[None], h[None], need_weights=False)[0][0] + h
 
 class Scale(nn.Module):
     def __init__(self):

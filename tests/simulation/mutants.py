@@ -4,8 +4,8 @@
 
 Which lines a program reaches is noted first, for so many `--programs`. A mutant is one of the lines that are reached in the
 folders that decide (engine, slots, memory, devices), with something in it turned around: a comparison, `and`, `not`, a
-condition, a constant, a result; or without what it does. It runs the programs that reach it, in a copy of the source, until
-one differs from eager (or raises, dies, hangs), or its time is over.
+condition, a constant, a result; or without what it does. In a process of its own the functions there get that code, and the
+programs run that reach it, and then others, until one differs from eager (or raises, dies, hangs), or its time is over.
 
 What it may come to: `differs` and its like are what was wanted. `counts`: all is right, but other calls were replayed than
 before. `survives`: nothing could be seen; the line may be there for speed, for another thread, for a GPU, or for an interrupt
@@ -16,25 +16,32 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
+import gc
+import itertools
 import json
 import os
 import pathlib
 import random
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
+
+import torch
+
+import phonograph
+from tests.simulation.check import Differs, check
+from tests.simulation.run import drawn
+from tests.simulation.world import Ran
 
 FOLDERS = ("engine", "slots", "memory", "devices")
 ELSEWHERE = ("devices/cuda", "/traces.py", "/reports.py")  # not on the CPU; only told
 TOLD = ("__repr__", "explain", "statistics")
 HANGS = 60.0  # seconds longer than it has
-SOURCE = pathlib.Path(__file__).parents[2] / "src"
+HOME = os.path.join(os.path.dirname(phonograph.__file__), "")
 
 
 class Mutant(NamedTuple):
@@ -102,13 +109,15 @@ def _in_functions(tree: ast.AST, inside: bool = False) -> Iterator[Any]:
             if node.name not in TOLD:
                 for one in node.body:
                     yield from (one, *_in_functions(one, True))
+        elif isinstance(node, ast.AnnAssign) and inside and node.value is not None:
+            yield from (node.value, *_in_functions(node.value, inside))
         elif not isinstance(node, ast.Raise | ast.JoinedStr | ast.arguments | ast.Assert):
             yield from (node, *_in_functions(node, inside)) if inside else _in_functions(node, inside)
 
 
 def files() -> dict[str, str]:
     """Their text, by their places in the package."""
-    home = SOURCE / "phonograph"
+    home = pathlib.Path(HOME)
     found = {str(p.relative_to(home)): p.read_text() for folder in FOLDERS for p in sorted((home / folder).rglob("*.py"))}
     return {name: text for name, text in found.items() if not any(part in f"/{name}" for part in ELSEWHERE)}
 
@@ -119,67 +128,83 @@ def files() -> dict[str, str]:
 class _Lines:
     """The lines of those folders that run."""
 
-    def __init__(self, source: str) -> None:
-        self._home = os.path.join(source, "phonograph", "")
+    def __init__(self) -> None:
         self.found: set[tuple[str, int]] = set()
         self._known: dict[str, str | None] = {}
 
     def __call__(self, frame: Any, event: str, _: object) -> Any:
         file = frame.f_code.co_filename
         if file not in self._known:
-            name = file[len(self._home) :]
-            self._known[file] = name if file.startswith(self._home) and name.split(os.sep)[0] in FOLDERS else None
+            name = file[len(HOME) :]
+            self._known[file] = name if file.startswith(HOME) and name.split(os.sep)[0] in FOLDERS else None
         if (name := self._known[file]) is None:
             return None
         self.found.add((name, frame.f_lineno))
         return self
 
 
-def _prepared(source: str) -> Callable[[int], Any]:
-    """A function that checks one drawn program, with phonograph from there."""
-    sys.path.insert(0, source)
-    import torch
-
-    import phonograph
-    from tests.simulation.check import check
-    from tests.simulation.run import drawn
-
-    assert phonograph.__file__.startswith(source), phonograph.__file__
-    torch.set_num_threads(1)
-    return lambda i: (dict(drawn("mutants", i).options), check(drawn("mutants", i), torch.device("cpu")))
+def _run(i: int) -> tuple[dict[str, Any], Ran]:
+    program = drawn("mutants", i)
+    return dict(program.options), check(program, torch.device("cpu"))
 
 
-def _baseline(say: Callable[[Any], None], source: str, first: int, last: int) -> None:
+def _baseline(say: Callable[[Any], None], first: int, last: int) -> None:
     """Which lines a program reaches, and how often it is recorded and replayed (where it is so each time)."""
-    run = _prepared(source)
     for i in range(first, last):
-        options, ran = run(i)
-        lines = _Lines(source)
+        options, ran = _run(i)
+        lines = _Lines()
         sys.settrace(lines)
         try:
-            _, again = run(i)
+            _, again = _run(i)
         finally:
             sys.settrace(None)
         counts = [ran.recorded, ran.replayed]
         stable = options["keep"] == "always" and counts == [again.recorded, again.replayed]
         say({"program": i, "counts": counts if stable else None, "lines": sorted(lines.found)})
-    say({"modules": [name for name in sys.modules if not name.startswith(("phonograph", "tests", "__main__", "drawn"))]})
 
 
-def _tried(say: Callable[[Any], None], source: str, programs: list[int], counts: dict[int, Any], seconds: float) -> None:
+def _tried(say: Callable[[Any], None], mutant: Mutant, programs: list[int], counts: dict[int, Any], seconds: float) -> None:
     until = time.monotonic() + seconds
-    run = _prepared(source)
-    for n, i in enumerate(programs):
+    if not _exchanged(mutant):
+        say({"outcome": "left out"})
+        return
+    for n, i in enumerate(itertools.chain(programs, itertools.count(max(counts) + 1))):
         if time.monotonic() > until:
             return
         try:
-            _, ran = run(i)
+            _, ran = _run(i)
         except BaseException as error:
-            kind = "differs" if type(error).__name__ == "Differs" else "raises"
+            kind = "differs" if isinstance(error, Differs) else "raises"
             say({"outcome": kind, "program": i, "tried": n + 1, "said": f"{type(error).__name__}: {error}"[:300]})
             return
         other = counts.get(i) is not None and counts[i] != [ran.recorded, ran.replayed]
         say({"tried": n + 1, **({"outcome": "counts", "program": i} if other else {})})
+
+
+def _exchanged(mutant: Mutant) -> bool:
+    """Give the functions of the file their code with that line. (To import all anew would take longer than most programs.)"""
+    path = HOME + mutant.file
+    lines = pathlib.Path(path).read_text().splitlines(keepends=True)
+    lines[mutant.line - 1] = mutant.after + "\n"
+    new, changed = {_place(code): code for code in _codes(compile("".join(lines), path, "exec", dont_inherit=True))}, False
+    for f in gc.get_objects():
+        if type(f) is not FunctionType or f.__code__.co_filename != path:
+            continue
+        code = new.get(_place(f.__code__), f.__code__)
+        if f.__code__ != code and len(code.co_freevars) == len(f.__code__.co_freevars):
+            f.__code__, changed = code, True
+    return changed
+
+
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_name, code.co_firstlineno
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes(one)
 
 
 def forked(work: Callable[..., None], *args: Any, seconds: float) -> tuple[list[Any], str]:
@@ -226,42 +251,23 @@ class Known(NamedTuple):
     reaches: dict[tuple[str, int], list[int]]
 
 
-def known(programs: int, source: str) -> Known:
-    counts, reaches, first = dict[int, Any](), dict[tuple[str, int], list[int]](), 0
-    while first < programs:
-        lines, how = forked(_baseline, source, first, min(programs, first + 50), seconds=3600)
+def known(programs: int) -> Known:
+    counts, reaches = dict[int, Any](), dict[tuple[str, int], list[int]]()
+    for first in range(0, programs, 50):
+        lines, how = forked(_baseline, first, min(programs, first + 50), seconds=3600)
         for line in lines:
-            for name in line.get("modules", ()):
-                _import(name)  # once for all
-            if "program" in line:
-                counts[line["program"]] = line["counts"]
-                for file, at in line["lines"]:
-                    reaches.setdefault((file, at), []).append(line["program"])
+            counts[line["program"]] = line["counts"]
+            for file, at in line["lines"]:
+                reaches.setdefault((file, at), []).append(line["program"])
         if how:
-            raise SystemExit(f"the programs fail as it is ({how}): {[*counts][-1:]} was the last")
-        first += 50
+            raise SystemExit(f"a program fails as it is ({how}), after {len(counts)}")
     return Known(counts, reaches)
 
 
-def _import(name: str) -> None:
-    if name.split(".")[0] in ("torch", "numpy", "sympy", "mpmath") and name not in sys.modules:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            print(f"{name} cannot be imported beforehand: {error}", file=sys.stderr)
-
-
 def tried(mutant: Mutant, known: Known, seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        source = os.path.join(folder, "src")
-        shutil.copytree(SOURCE, source)
-        path = pathlib.Path(source, "phonograph", mutant.file)
-        lines = path.read_text().splitlines(keepends=True)
-        lines[mutant.line - 1] = mutant.after + "\n"
-        path.write_text("".join(lines))
-        begun, programs = time.monotonic(), known.reaches[mutant.file, mutant.line]
-        said, how = forked(_tried, source, programs, known.counts, seconds, seconds=seconds + HANGS)
-    found = {"outcome": how or "survives", "tried": 0}
+    begun, programs = time.monotonic(), known.reaches[mutant.file, mutant.line]
+    said, how = forked(_tried, mutant, programs, known.counts, seconds, seconds=seconds + HANGS)
+    found = {"outcome": "survives", "tried": 0}
     for one in said:
         found |= one
     return {**mutant._asdict(), **found, **({"outcome": how} if how else {}), "of": len(programs),
@@ -294,7 +300,10 @@ def main() -> int:
     options = parser.parse_args()
     begun = time.monotonic()
     done = json.loads(options.out.read_text())["mutants"] if options.out and options.out.exists() else []
-    as_is = known(options.programs, str(SOURCE))
+    torch.set_num_threads(1)
+    for i in range(3):
+        _run(i)  # what is imported late is there
+    as_is = known(options.programs)
     again = {(one["file"], one["line"], one["after"]) for one in done}
     for mutant in chosen(options.seed, as_is, options.mutants, options.only):
         if (mutant.file, mutant.line, mutant.after) in again or time.monotonic() - begun > options.until:

@@ -26,6 +26,7 @@ import linecache
 import logging
 import math
 import operator
+import pickle
 import random
 import re
 import sys
@@ -50,7 +51,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _LIBRARY = {
     "torch": torch, "nn": nn, "F": F, "pg": pg, "math": math, "copy": copy, "gc": gc, "operator": operator, "random": random,
     "np": np, "collections": collections, "dataclasses": dataclasses, "functools": functools, "checkpoint": checkpoint,
-    "contextlib": contextlib, "SimpleNamespace": types.SimpleNamespace, "io": io,
+    "contextlib": contextlib, "SimpleNamespace": types.SimpleNamespace, "io": io, "pickle": pickle,
 }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ class World:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        own = {f.__name__: f for f in (self.told, self.record, self.reset, self.data, self.classes, self.in_thread)}
+        own = {f.__name__: f for f in (self.told, self.record, self.reset, self.look, self.data, self.classes, self.in_thread)}
         sys.modules["drawn"] = self.module  # where dataclasses look
         self.space |= {**_LIBRARY, **own, "DEVICE": self.device}
         self._given = set(self.space)
@@ -114,6 +115,12 @@ class World:
     def reset(self, f: Any) -> None:
         if self.options is not None:
             pg.reset(f)
+
+    def look(self, f: Any) -> None:
+        """What is told of it, which changes nothing."""
+        if self.options is not None and isinstance(f, pg.Recorded):
+            pg.explain(f)
+            pg.stats(f)
 
     def data(self, n: int, rows: int = 3, width: int = 4) -> torch.Tensor:
         """Multiples of 1/8 between -2 and 2."""
@@ -154,13 +161,14 @@ class World:
 
 @contextlib.contextmanager
 def _modes_put_back() -> Iterator[None]:
-    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     try:
         with torch.set_grad_enabled(True):
             yield
     finally:
         torch.set_default_dtype(before[0])
         torch.use_deterministic_algorithms(before[1])
+        torch.set_float32_matmul_precision(before[2])
 
 
 @contextlib.contextmanager
@@ -236,7 +244,9 @@ class Portrait:
         elif isinstance(x, torch.optim.Optimizer):
             yield ".param_groups", x.param_groups
             yield ".state", [(p, x.state[p]) for group in x.param_groups for p in group["params"] if p in x.state]
-        elif isinstance(x, torch.optim.lr_scheduler.LRScheduler):
+        elif isinstance(x, torch.utils.hooks.RemovableHandle):
+            pass  # numbered throughout the process
+        elif isinstance(x, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
             yield ".state_dict()", x.state_dict()
         elif isinstance(x, nn.Module):
             yield ".state", {**dict(x.named_parameters()), **dict(x.named_buffers())}
