@@ -164,7 +164,8 @@ def left_by(
         may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
         state = [(name, a, b) for name, a, b in pairs
                  if may_carry and name not in sets and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
-        rest = {name for name, a, b in pairs if name not in counted and are_plain(a, b)}  # those are judged by themselves
+        # Those are judged by themselves.
+        rest = {name for name, a, b in pairs if name not in counted and name not in sets and are_plain(a, b)}
         if len(counted) + len(sets) + len(state) + len(rest) == len(pairs):
             late = {name for name, *_ in state if traced and not item and not ran.is_torchs(name)}
             unknown += _not_known(holder, of, state, carried, read, late)

@@ -104,7 +104,9 @@ def entry_of(holder: Holder, values: tuple[object, ...], dials: Dials) -> Entry:
     if dials.whole and (spot := part.spot) is not None:
         left_out += [i for i, value in enumerate(saved) if _is_placed(value) and _lies_at(spot, i, saved, dials.whole)]
     if dials.rows and (spot := part.spot) is not None:
-        left_out += [i for i, value in enumerate(saved) if type(value) is tuple and _lies_at(spot, i, saved, dials.rows)]
+        left_out += [
+            i for i, value in enumerate(saved) if type(value) in (tuple, list) and _lies_at(spot, i, saved, dials.rows)
+        ]
     if not left_out:
         return [part, part.read, saved]
     whole = part.read

@@ -43,7 +43,7 @@ from ..errors import Refusal
 from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_type
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
-from ..python.rows import elements
+from ..python.rows import Element, elements
 from ..python.unnamed_reads import is_harmless, reads_any_of
 from ..values.counters import Followed, Tally, are_rows, said
 from ..values.formulas import Worked
@@ -212,7 +212,7 @@ def of_arguments(call: Call, function: Callable[..., object]) -> tuple[list[Spot
 
 def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
     """Where the wanted numbers lie. There each is an object of its own from now on, which stands nowhere else: by that it is
-    known."""
+    known. (One in a row is known by its place.)"""
     if not wanted or any(map(is_compiled, reach.met)):
         return []
     found: dict[At, Spot] = {}
@@ -221,14 +221,15 @@ def marked(reach: Reach, wanted: frozenset[At]) -> list[Spot]:
             continue
         values = holder.read()
         for i, value in enumerate(values):
-            row = type(value) is tuple and are_rows(value, value)
+            row = type(value) in (tuple, list) and are_rows(value, value)
             if (row or base_of(type(value)) is not None) and (spot := _spot(holder, i, values)) is not None:
                 name = holder.label(i, values)
                 places = elements(spot, value, name) if row else [spot._replace(name=name)]
                 if all(place.at in wanted for place in places):
                     found = {place.at: place for place in places} | found
     for spot in found.values():
-        spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
+        if not isinstance(spot.at[1], Element):
+            spot.put(spot.get() * 1.0 if type(spot.get()) is float else spot.get())
     return [*found.values()]
 
 
@@ -380,8 +381,8 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     for space, name, f in before:
         space[name] = instead[f]
     converters = _converters(dials)
-    theirs = {id(space): space for space in _spaces(functions, [*reach.modules, *reach.optimizers])}
-    converting = [(name, space) for name in converters for space in _converting(name, theirs.values()) if name not in space]
+    theirs = [*_own_code(functions, [*reach.modules, *reach.optimizers])]
+    converting = [(name, space) for name in converters for space in _converting(name, theirs) if name not in space]
     for name, space in converting:
         space[name] = converters[name]
     dials.converting = {(name, id(space)) for name, space in converting}
@@ -400,24 +401,26 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
         dials.reading = unread  # for the watch keeps the dials
 
 
-def _spaces(functions: Iterable[FunctionType], objects: Iterable[object]) -> Iterator[dict[str, Any]]:
-    """The global variables of these functions, and of the methods of these objects, but for torch's."""
-    yield from (f.__globals__ for f in functions)
+_Own = tuple[CodeType, dict[str, Any]]
+
+
+def _own_code(functions: Iterable[FunctionType], objects: Iterable[object]) -> Iterator[_Own]:
+    """The code of these functions, and of the methods of these objects, but for torch's; with its global variables."""
+    yield from ((f.__code__, f.__globals__) for f in functions)
     for kind in {base for thing in objects for base in type(thing).__mro__}:
         module = sys.modules.get(kind.__module__)
         if type(module) is ModuleType and not is_torchs(getattr(module, "__file__", None) or ""):
-            yield vars(module)
+            yield from ((f.__code__, f.__globals__) for f in vars(kind).values() if type(f) is FunctionType)
 
 
-def _converting(name: str, spaces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of these global variables of modules, those in which `float`, `int` or `type` may be another function for a while: some
-    code there calls it, and none asks whether it is the class."""
-    uses = [(space, [*map(_USES[name], _codes_of(space))]) for space in spaces]
-    found = [
-        space
-        for space, all_uses in uses
-        if any("calls" in one for one in all_uses) and not any("other" in one for one in all_uses)
-    ]
+def _converting(name: str, theirs: Iterable[_Own]) -> list[dict[str, Any]]:
+    """The global variables of modules in which `float`, `int` or `type` may be another function for a while: some of this code
+    calls it, and no code there asks whether it is the class."""
+    uses = _USES[name]
+    calling = {id(space): space for code, space in theirs if "calls" in uses(code)}
+    asking = {id(space) for code, space in theirs if "other" in uses(code)}
+    asking |= {at for at, space in calling.items() if any("other" in uses(code) for code in _codes_of(space))}
+    found = [space for at, space in calling.items() if at not in asking]
     return [*map(vars, _CONVERTING), *found] if name == "float" else found
 
 

@@ -52,7 +52,7 @@ from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs, written_out
-from ..python.rows import Element
+from ..python.rows import Element, Row, put_anew
 from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
@@ -394,6 +394,7 @@ class Dials:
         """The identities of the floats that were at spots: what the call has not touched it does not go by either."""
         self.whole: set[tuple[int, object]] = set()
         """Where there are whole numbers, or NumPy's, all of which it follows."""
+        self._anew: dict[Row, Row] = {}
         self.rows: set[tuple[int, object]] = set()
         """Where there are tuples of numbers, all of which it follows."""
         self._numbers: dict[float, float] = {}
@@ -452,9 +453,11 @@ class Dials:
 
     def left(self) -> None:
         """The call is over: what it has left at spots is noted, and put back."""
+        anew = self._anew = put_anew([spot.row for spot in self.spots if spot.row is not None])
         for i, spot in enumerate(self.spots):
             now, stood = spot.get(), self.spot(i)
-            if now is not stood and (isinstance(now, (Dial, Tally)) or base_of(type(now))):
+            changed = now is not stood or spot.row in anew
+            if changed and (isinstance(now, (Dial, Tally)) or base_of(type(now))):
                 self._become[i] = now.formula if isinstance(now, Followed) else now
                 spot.put(stood)
         if self._become:
@@ -663,8 +666,11 @@ class Dials:
         self._marks, self._derived = [], {}
         self._leaves = self._leave(self.values)
         self._tallies = {}
-        self.marks = {identity(mark) for mark in self._seen_last if type(mark) is float}
+        alone = [not isinstance(spot.at[1], Element) for spot in self.spots]
+        self.marks = {identity(mark) for mark, one in zip(self._seen_last, alone, strict=True) if one and type(mark) is float}
         self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is not float}
+        for row, first in self._anew.items():
+            row.same_as = first if first is not row else None
         self.rows = {(spot.at[0], spot.at[1].key) for spot in self.spots if isinstance(spot.at[1], Element)}
         self.followed = {(identity(group), key) for group, key in self.sources}
 

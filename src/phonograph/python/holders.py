@@ -17,7 +17,7 @@ __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 class Spot(NamedTuple):
     """Where one value of a place lies: in which object (by identity), and under which key; how to read and replace it, and how
     it is called. Of an attribute, to which only its name leads: the class of the object. Of a number in a
-    tensor: its memory, which the call may write by itself."""
+    tensor: its memory, which the call may write by itself. Of one in a tuple or list: that `Row`."""
 
     at: tuple[int, object]
     get: Callable[[], Any]
@@ -25,6 +25,7 @@ class Spot(NamedTuple):
     kind: type | None = None
     name: str = ""
     memory: torch.UntypedStorage | None = None
+    row: Any = None
 
 
 Find = Callable[[int, Reading], Spot]

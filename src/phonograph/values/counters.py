@@ -143,8 +143,8 @@ def are_numbers(old: object, new: object) -> bool:
 
 
 def are_rows(old: Any, new: Any) -> bool:
-    """The same of tuples of as many numbers."""
-    alike = type(old) is type(new) is tuple and 0 < len(old) == len(new)
+    """The same of a tuple or list of as many numbers, where another was."""
+    alike = type(old) is type(new) and type(old) in (tuple, list) and 0 < len(old) == len(new)
     return alike and all(map(are_numbers, old, new))
 
 

@@ -48,7 +48,21 @@ def each_third(s, x):
     return x * 2 if s.counts[0] % 3 == 0 else x * s.counts[1]
 
 
+def told(s, x):
+    s.rates = [s.rates[0] * 0.97, s.rates[1]]
+    s.last = s.rates
+    return x * s.last[0] + s.rates[1]
+
+
+def told_again(s, x):
+    x = x * s.rates[0] + s.rates[1]
+    s.rates = [*s.rates]
+    return x
+
+
 ROWS = {
+    "a list": (told, {"rates": [0.9, 0.999], "last": [0.9, 0.999]}),
+    "another list of the same": (told_again, {"rates": [0.9, 0.999]}),
     "a decay": (turned, {"betas": (0.9, 0.999)}),
     "a history": (kept_in_a_history, {"history": [(1.5, 0.25, 3)]}),
     "whole numbers": (each_third, {"counts": (0, 0)}),
@@ -60,6 +74,33 @@ def test_c09_a_tuple_of_numbers_that_the_call_replaces(device, how):
     body, values = ROWS[how]
     recorded = beside(lambda: state_of(body, **{k: v.copy() if type(v) is list else v for k, v in values.items()})(), device)
     assert pg.stats(recorded).replayed >= CALLS - 6, reasons(recorded)
+
+
+def test_c09_a_list_that_is_left_in_two_places_is_one(device):
+    """And it is another after each call: what somebody does to one is not done to others."""
+    kept = []
+
+    def between(s, n):
+        assert n == 0 or s.last is s.rates
+        assert all(s.rates is not one for one in kept)
+        kept.append(s.rates)
+        if n % 6 == 5:
+            s.rates[1] = n / 10
+
+    recorded = beside(lambda: state_of(told, rates=[0.9, 0.999], last=[0.9, 0.999])(), device, between)
+    assert pg.stats(recorded).replayed >= CALLS - 6, reasons(recorded)
+
+
+def test_c09_a_list_that_is_written_in_its_place(device):
+    def body(s, x):
+        s.rates[0] *= 0.97
+        s.other = [*s.other[:1], s.other[1] + 1]
+        s.other[0] += 1
+        return x * s.rates[0] + s.other[0] * s.other[1]
+
+    beside(
+        lambda: state_of(body, rates=[0.9, 0.999], other=[1, 2])(), device, lambda s, n: s.rates.append(1.0) if n == 9 else None
+    )
 
 
 def test_c09_a_tuple_of_numbers_that_is_replaced_outside(device):

@@ -21,6 +21,7 @@ FOLLOWED = {
     "polynomial": lambda o: LR.PolynomialLR(o, 100),
     "made a float": lambda o: converting.linear(o, 5, 50),
     "one cycle": lambda o: LR.OneCycleLR(o, 0.1, total_steps=60),
+    "sequential": lambda o: LR.SequentialLR(o, [LR.LinearLR(o, 0.1, total_iters=8), LR.CosineAnnealingLR(o, 30)], [8]),
 }
 OTHERS = {
     "step": lambda o: LR.StepLR(o, 7, 0.5),
@@ -29,7 +30,6 @@ OTHERS = {
     "constant": lambda o: LR.ConstantLR(o, 0.5, 6),
     "restarts": lambda o: LR.CosineAnnealingWarmRestarts(o, 9),
     "cyclic": lambda o: LR.CyclicLR(o, 0.01, 0.1, 6, cycle_momentum=False),
-    "sequential": lambda o: LR.SequentialLR(o, [LR.LinearLR(o, 0.1, total_iters=8), LR.CosineAnnealingLR(o, 30)], [8]),
     "chained": lambda o: LR.ChainedScheduler([LR.ConstantLR(o, 0.5, 6), LR.ExponentialLR(o, 0.9)]),
     "two": lambda o: (LR.ExponentialLR(o, 0.99), LR.StepLR(o, 5, 0.5))[1],
     "by numpy": lambda o: LR.LambdaLR(o, lambda epoch: float(torch.tensor(0.9) ** epoch)),
