@@ -40,7 +40,9 @@ class Alike:
         before = self._read.setdefault((key, type(number), number), seen := object())
         return before is not seen
 
-    def makes(self, m: operators.Meaning, func: OpOverload, args: Sequence[Thing], kwargs: Mapping[str, Thing], out: Thing) -> None:
+    def makes(
+        self, m: operators.Meaning, func: OpOverload, args: Sequence[Thing], kwargs: Mapping[str, Thing], out: Thing
+    ) -> None:
         """An operator has made this of that."""
         unclear = m.random or m.others or m.communicates or m.name in operators.UNFILLED
         if unclear or not m.plain or not isinstance(out, torch.Tensor) or not self._counts(out):

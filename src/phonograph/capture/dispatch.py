@@ -229,6 +229,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         out = self._run(func, m, args, kwargs, listening)
         if fixed is not None:
             self.makes(func, args, kwargs, out, fixed)
+        elif m.name == "aten::rand" and isinstance(out, torch.Tensor):
+            self.draws_evenly(out)
         if self.decisive and not self.bodies and not (self.dials and self.stands_among((*args, *kwargs.values()))):
             self.alike.makes(m, func, args, kwargs, out)
         if self.graphs:

@@ -30,6 +30,7 @@ from .followed_counts import FollowedCounts
 
 __all__ = ["MADE_OF_NUMBERS", "FixedValues"]
 
+_BELOW = "aten::lt"
 MADE_OF_NUMBERS: frozenset[int] = frozenset()
 """The storages outside of which such a tensor was made."""
 
@@ -46,6 +47,7 @@ class FixedValues(FollowedCounts):
         """What the operator is made of that is seen now: storages outside; None if its results are not such."""
         self._made_of: dict[int, frozenset[int]] = {}  # the same of storages that the call has made
         self._small: dict[int, list[torch.Tensor]] = {}
+        self._drawn: set[int] = set()  # those of what was drawn evenly
         self.alike = Alike(self.known)
         """Which of them hold the same, whatever that is."""
         self._readers: dict[int, Refusal] = {}  # by what is relied on: what the first to read it would be told
@@ -97,11 +99,23 @@ class FixedValues(FollowedCounts):
         """What an operator makes its results of, if these hold the same in each replay; its tensors lie on these storages."""
         if m.random or m.others or m.communicates or m.name in operators.UNFILLED or self.bodies:
             return None
-        made = m.constant or (m.name in operators.OF_SHAPES and m.plain)  # and not a part of something (out=)
+        made = (
+            self._below_all(m, keys, tensors, args) or m.constant or (m.name in operators.OF_SHAPES and m.plain)
+        )  # and not a part of something (out=)
         of = MADE_OF_NUMBERS if made else self._made_of_all(tensors, keys)
         if of is not None and self.dials and self.stands_among((*args, *kwargs.values())):
             return None
         return of
+
+    def _below_all(self, m: operators.Meaning, keys: Sequence[int], tensors: Sequence[torch.Tensor], args: Args) -> bool:
+        """Whether an operator asks if what was drawn evenly is below a number that it cannot be below."""
+        drawn = m.name == _BELOW and len(tensors) == 1 and keys[0] in self._drawn and tensors[0].is_cpu
+        return drawn and type(args[1]) in (int, float) and args[1] <= 0
+
+    def draws_evenly(self, out: torch.Tensor) -> None:
+        """An operator has drawn these between 0 and 1. Whether they are below 0 (the rate at which layers are dropped, most
+        often) takes no look."""
+        self._drawn.add(storage_id(out))
 
     def makes(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
         """An operator has given this, or written it, which holds the same in each replay."""
@@ -113,6 +127,7 @@ class FixedValues(FollowedCounts):
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         key = storage_id(t)
         self._made_of.pop(key, None)
+        self._drawn.discard(key)
         self.alike.changes(key)
         if key in self._readers:
             raise self._readers.pop(key)  # which its traceback would keep with all else
@@ -121,6 +136,7 @@ class FixedValues(FollowedCounts):
     def died(self, key: int) -> None:
         super().died(key)
         self.alike.changes(key)
+        self._drawn.discard(key)
         self._made_of.pop(key, None)
         self._readers.pop(key, None)
 
