@@ -220,6 +220,8 @@ class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
         out = self._run(func, m, args, kwargs, note, listening)
         if fixed is not None:
             self.makes(func, args, kwargs, out, fixed)
+        elif m.name == "aten::rand" and isinstance(out, torch.Tensor):
+            self.draws_evenly(out)
         if self.decisive and not self.bodies and not (self.dials and self.stands_among((*args, *kwargs.values()))):
             self.alike.makes(m, func, args, kwargs, out)
         if self.graphs:

@@ -31,6 +31,7 @@ from .notes import Note
 
 __all__ = ["MADE_OF_NUMBERS", "FixedValues"]
 
+_BELOW = "aten::lt"
 MADE_OF_NUMBERS: frozenset[int] = frozenset()
 """The storages outside of which such a tensor was made."""
 
@@ -96,7 +97,7 @@ class FixedValues(FollowedCounts):
 
     def made_of(self, m: operators.Meaning, note: Note, args: Args, kwargs: Kwargs) -> frozenset[int] | None:
         """What an operator makes its results of, if these hold the same in each replay."""
-        if m.made_of_numbers:
+        if m.made_of_numbers or self._below_all(m, note.keys, note.tensors, args):
             of: frozenset[int] | None = MADE_OF_NUMBERS
         elif note.keys and not self.known.get(note.keys[0]) and note.keys[0] not in self._made_of:
             return None  # as it is of most
@@ -105,6 +106,16 @@ class FixedValues(FollowedCounts):
         if of is not None and self.dials and self.stands_among((*args, *kwargs.values())):
             return None
         return of
+
+    def _below_all(self, m: operators.Meaning, keys: Sequence[int], tensors: Sequence[torch.Tensor], args: Args) -> bool:
+        """Whether an operator asks if what was drawn evenly is below a number that it cannot be below."""
+        drawn = m.name == _BELOW and len(tensors) == 1 and keys[0] in self._drawn and tensors[0].is_cpu
+        return drawn and type(args[1]) in (int, float) and args[1] <= 0
+
+    def draws_evenly(self, out: torch.Tensor) -> None:
+        """An operator has drawn these between 0 and 1. Whether they are below 0 (the rate at which layers are dropped, most
+        often) takes no look."""
+        self._drawn.add(storage_id(out))
 
     def makes(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
         """An operator has given this, or written it, which holds the same in each replay."""
@@ -117,6 +128,7 @@ class FixedValues(FollowedCounts):
     def writes(self, t: torch.Tensor, version: int | None = None) -> None:
         key = storage_id(t)
         self._made_of.pop(key, None)
+        self._drawn.discard(key)
         self.alike.changes(key)
         if key in self._readers:
             raise self._readers.pop(key)  # which its traceback would keep with all else
@@ -125,6 +137,7 @@ class FixedValues(FollowedCounts):
     def died(self, key: int) -> None:
         super().died(key)
         self.alike.changes(key)
+        self._drawn.discard(key)
         self._made_of.pop(key, None)
         self._readers.pop(key, None)
 

@@ -40,6 +40,15 @@ def drawn_over(x):
     return (x if ones.all() else -x) + noise.sum()
 
 
+def layers(x, rate, *, of=torch.rand):
+    """As transformers drops some of them."""
+    for scale in (2.0, 3.0):
+        if of([]) < rate:
+            continue
+        x = x * scale
+    return x
+
+
 def times_rise(h):
     return all(a < b for a, b in zip(h.times[:-1], h.times[1:], strict=True))
 
@@ -272,3 +281,42 @@ def test_c19_a_look_finds_no_such_read(device):
     h = Holds(device)
     found = pg.check(lambda x: x * 2 if h.flag.item() else x, ramp(device, 3))
     assert not found.obstacles, found
+
+
+class Dropping(nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        return layers(x, self.rate) + torch.rand([])
+
+
+@pytest.mark.parametrize("rate", [0.0, -1, 0])
+def test_c11_whether_what_was_drawn_is_below_zero_takes_no_look(rate):
+    """And it is drawn in each replay. (A call of a GPU's may not draw on the host.)"""
+    results = []
+    for f in (Dropping(rate), pg.record(Dropping(rate), fallback="live")):
+        torch.manual_seed(0)
+        results.append([f(ramp("cpu", 3, start=i)) for i in range(6)] + [torch.get_rng_state()])
+    assert_same(results[1], results[0])
+    assert counts(f) == (1, 1, 5), reasons(f)
+
+
+def written_over(x, rate):
+    drawn = torch.rand([])
+    drawn -= 1
+    return x * 2 if drawn < rate else x - 1
+
+
+@pytest.mark.parametrize(("function", "rate"), [
+    (layers, 0.5), (lambda x, rate: layers(x, rate, of=torch.randn), 0.0), (written_over, 0.0),
+    (lambda x, rate: layers(x, torch.tensor(rate)), 0.0), (lambda x, rate: layers(x, rate) if rate else x, 1e-9),
+], ids=["more often", "not evenly", "written since", "a tensor", "seldom"])  # fmt: skip
+def test_c11_what_was_drawn_is_looked_at(function, rate):
+    results = []
+    for f in (function, pg.record(lambda x: function(x, rate), fallback="live")):
+        torch.manual_seed(0)
+        results.append([f(ramp("cpu", 3, start=i), *[rate][: f is function]) for i in range(6)] + [torch.get_rng_state()])
+    assert_same(results[1], results[0])
+    assert pg.stats(f).replayed == 0
