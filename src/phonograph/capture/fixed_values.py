@@ -48,6 +48,7 @@ class FixedValues(FollowedCounts):
         """What the operator is made of that is seen now: storages outside; None if its results are not such."""
         self._made_of: dict[int, frozenset[int]] = {}  # the same of storages that the call has made
         self._small: dict[int, list[torch.Tensor]] = {}
+        self._drawn: set[int] = set()  # those of what was drawn evenly
         self.moving: frozenset[int] = frozenset()
         """Storages outside, of which the call follows the numbers in them (`numbers_in_tensors.py`)."""
         self.alike = Alike(self.known)
