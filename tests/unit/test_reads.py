@@ -1,13 +1,16 @@
 """A call's reads are noted, told of and put back, and nothing that the program does is another while they are noted."""
 
+import _thread
 import abc
 import copy
 import dataclasses
 import enum
+import functools
 import gc
 import random
 import sys
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -196,6 +199,25 @@ def test_a_module_tells_what_is_read_of_it(monkeypatch):
     assert changed(reads) == []
     monkeypatch.setattr(SETTINGS, "rate", 2.0)
     assert changed(reads) == ["settings_of_the_tests.rate"]
+
+
+def test_a_module_is_asked_where_no_code_of_pythons_runs(monkeypatch):
+    """As autograd's threads ask it, which C++ begins: a GPU's backward runs in them."""
+    monkeypatch.setattr(SETTINGS, "rate", 1.0, raising=False)
+    raised, over = [], threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", lambda raising: raised.append(raising.exc_value))
+
+    def asks():
+        _ = SETTINGS.rate  # so that its attributes are heard
+        done = weakref.finalize(gone := Plain(), over.set)
+        _thread.start_new_thread(functools.partial(getattr, SETTINGS), ("rate", gone))
+        del gone
+        while done.alive:
+            time.sleep(0.001)
+
+    noted(asks)
+    assert over.wait(10)
+    assert raised == []
 
 
 def test_a_module_that_was_not_there_may_come(monkeypatch):

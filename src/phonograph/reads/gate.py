@@ -138,7 +138,8 @@ class Gate:
         heard = self._reading(plain)
 
         def __getattribute__(module: object, name: str) -> object:  # noqa: N807 - it stands there as that
-            is_deaf = identity(_getframe(1).f_code) in deaf and name != "__spec__"
+            asks = _getframe().f_back  # none where a thread of C's or C++'s does, as autograd's of a GPU
+            is_deaf = asks is not None and identity(asks.f_code) in deaf and name != "__spec__"
             return plain(module, name) if is_deaf else heard(module, name)
 
         space = {"__getattribute__": _as_door(__getattribute__), "__setattr__": self._setting(ModuleType.__setattr__),
