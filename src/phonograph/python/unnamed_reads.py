@@ -24,8 +24,8 @@ _OF_CLASSES = [code for f in (dataclasses.fields, dataclasses.is_dataclass) for 
 # What of Python's own library runs between others, and looks at none of what it hands on.
 HARMLESS = frozenset(file for name in (
     "abc", "collections", "_collections_abc", "contextlib", "copy", "dis", "enum", "functools", "inspect", "linecache",
-    "logging", "importlib._bootstrap", "importlib._bootstrap_external", "os", "pathlib", "pathlib._local", "re", "threading", "traceback", "types", "typing",
-    "warnings", "weakref", "_weakrefset",
+    "logging", "importlib._bootstrap", "importlib._bootstrap_external", "os", "pathlib", "pathlib._local", "re", "threading",
+    "traceback", "types", "typing", "warnings", "weakref", "_weakrefset",
     "numpy._core.fromnumeric", "numpy._core._methods", "numpy.core.fromnumeric", "numpy.core._methods")
     for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
 _WRITTEN_BY_DATACLASS = "__create_fn__.<locals>."
