@@ -11,7 +11,7 @@ import torch
 from phonograph.call.signature import describe
 from phonograph.capture.recording import BEGINS_ANEW, MEMORY
 from phonograph.engine import policy as rules
-from phonograph.engine.backoff import ATTEMPTS, CHANGES, FIRST_WAIT, FORGIVEN, UNLUCKY, Backoff
+from phonograph.engine.backoff import ATTEMPTS, CHANGES, EVER_NEW, FEW_SHAPES, FIRST_WAIT, FORGIVEN, UNLUCKY, Backoff
 from phonograph.engine.budget import SHARE
 from phonograph.engine.player import uses
 from phonograph.engine.policy import RULES, Policy, Step
@@ -405,3 +405,29 @@ def test_c11_a_reason_that_is_refined_can_be_told_again(kind):
     assert (type(again), again.failed, again.where, again.remedy, again.site) == (kind, True, "here.py:1", "leave it out", 3)
     assert (first.failed, first.where, other.where) == (False, "", "")
     assert str(again).startswith("needs the host at here.py:1")
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_c11_a_call_that_is_cut_and_costs_too_much_says_what_cuts_it(cut):
+    """And not that its signature is new: it has come before."""
+    f = Function()
+    history, why = f.history(), Refusal("`loss.item()` reads a tensor's value on the host", "return the tensor", "train.py:9")
+    f.backoff.budget.attempted(1.0)
+    f.backoff.budget.lose(1e6)
+    history.capture.why = why if cut else None
+    told = f.backoff.pays_for(describe((torch.ones(3),), {}), history, None)
+    assert told.reason == (why.reason if cut else EVER_NEW)
+    assert (told.remedy, told.where) == ((why.remedy, why.where) if cut else (FEW_SHAPES, ""))
+
+
+def test_c11_what_changes_is_told_with_what_to_do_about_it():
+    """A check asks for that before there is a refusal. Gradients are left out, which come back to where they were."""
+    f = Function()
+    call = describe((torch.ones(3),), {})
+    for name in ("cache.pos (by which it goes on)", "settings.rate", GRAD):
+        f.backoff.changed(name, f.history(), call)
+    first, second = f.backoff.changing()
+    assert first.reason == "cache.pos (by which it goes on) changes from call to call"
+    assert "index_copy_" in first.remedy
+    assert "t.fill_(n)" in second.remedy
+    assert second.where == "train.py:1"

@@ -42,7 +42,7 @@ def cond(pred: object, true_fn: Callable[..., R], false_fn: Callable[..., R], *o
     callables("pg.cond", {"true_fn": true_fn, "false_fn": false_fn})
     if not isinstance(pred, torch.Tensor):
         if pred is None or not hasattr(type(pred), "__bool__"):
-            raise TypeError(f"pg.cond: pred is a tensor of one element, a bool or a number, not {type(pred).__name__}")
+            raise TypeError(f"pg.cond: pred must be a tensor of one element, a bool or a number, not {type(pred).__name__}")
         return _called(true_fn if pred else false_fn, operands)
     watch = watch_here()
     if watch is None:
@@ -79,7 +79,7 @@ def switch(index: int | torch.Tensor, branches: Sequence[Callable[..., R]], *ope
     if not isinstance(index, torch.Tensor):
         return _called(_clamped(branches, as_index(index)), operands)
     if index.is_floating_point() or index.is_complex():
-        raise TypeError(f"pg.switch: index is of an integer type, not {index.dtype}")
+        raise TypeError(f"pg.switch: index must be of an integer type, not {index.dtype}")
     watch = watch_here()
     if watch is None:
         return _called(_clamped(branches, int(number_of(index, "pg.switch: index"))), operands)
@@ -93,7 +93,7 @@ def _clamped(branches: Sequence[Callable[..., R]], index: int) -> Callable[..., 
 def callables(said: str, functions: dict[str, Callable[..., R]]) -> None:
     for name, function in functions.items():
         if not callable(function):
-            raise TypeError(f"{said}: {name} is a function, not {type(function).__name__}")
+            raise TypeError(f"{said}: {name} must be callable, not {type(function).__name__}")
 
 
 def _called(function: Callable[..., R], operands: Sequence[object]) -> R:

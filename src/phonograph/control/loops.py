@@ -79,7 +79,7 @@ def repeat(n: int | torch.Tensor, body_fn: Callable[..., S], state: S) -> S:
     """
     callables("pg.repeat", {"body_fn": body_fn})
     if isinstance(n, torch.Tensor) and (n.is_floating_point() or n.is_complex()):
-        raise TypeError(f"pg.repeat: n is of an integer type, not {n.dtype}")
+        raise TypeError(f"pg.repeat: n must be of an integer type, not {n.dtype}")
     times: Thing = n if isinstance(n, torch.Tensor) else as_index(n)
     first = apart(state, Tree.of(state).tensors)
     watch = watch_here()

@@ -145,7 +145,7 @@ class Findings:
         if self.records:
             return "is recorded whole, in one piece"
         n = len(self.obstacles)
-        how = "in segments, or live" if self.pays else "live"
+        how = 'in segments (fallback="auto")' if self.pays else "live"
         return f"{n} obstacle{'s' * (n != 1)}: as it is, it runs {how}" if n else "was not recorded within these calls"
 
     def _numbers(self) -> Iterator[str]:
@@ -161,8 +161,8 @@ class Findings:
                 yield f"that is slower: pg.record measures this as well, and lets such a recording go{gpu}"
         elif self.obstacles and self.pieces:
             n, most, total = len(self.pieces), max(self.pieces), sum(self.pieces)
-            yield (f"with the obstacles out of the way: one recording of about {total} operators. Now they cut it into {n} "
-                   f"piece{'s' * (n != 1)}; the longest has {most / total:.0%} of them")  # fmt: skip
+            now = f". Now they cut it into {n} pieces; the longest has {most / total:.0%} of them" if n > 1 else ""
+            yield f"with the obstacles out of the way: one recording of about {total} operators{now}"
             yield (f"expected then, not measured: a replay saves most of these {self.host_ms:.2f} ms (Python, autograd, "
                    "calling operators one by one); what they compute remains")  # fmt: skip
         if self.cut_ms is not None and not self.records:

@@ -432,3 +432,34 @@ def test_c19_the_reason_stays_the_cause_when_something_else_changes(device, monk
         update(ramp(device, 4, 3, start=n) * 0.01)
         trainer.schedule.step()
     assert all("on the host" in reason for reason in pg.stats(update).refusals), pg.stats(update).refusals
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "how"),
+    [
+        ({"a": [1]}, {"a": [1, 1]}, "`batch['a']` has 2 items, and had 1"),
+        ({"a": 1}, {"b": 1}, "`batch` has other keys or attributes"),
+        ([(1, 1)], [[1, 1]], "`batch[0]` is a list, and was a tuple"),
+        ([(1, 1)], [1], "`batch[0]` is a single value, and was a tuple"),
+    ],
+)
+def test_c19_another_structure_is_named(device, was, now, how):
+    """And not that the arguments are others."""
+    x = ramp(device, 4)
+    f = pg.record(lambda batch: x * 2, keep="always", warmup=0)
+    f(was)
+    f(now)
+    assert f"why: {how}\n" in pg.explain(f)
+
+
+def test_c19_several_changes_are_one_sentence(device):
+    first, second = (nn.Linear(2, 2, device=device) for _ in range(2))
+
+    def step(x):
+        first.weight.data = torch.ones_like(first.weight)
+        second.weight.data = torch.ones_like(second.weight)
+        return x * 2
+
+    f, x = pg.record(step, fallback="live"), ramp(device, 4)
+    (message,) = said(lambda: [f(x) for _ in range(12)])
+    assert "runs live: changes first.weight (and second.weight), which outlives the call at " in message

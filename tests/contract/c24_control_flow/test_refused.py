@@ -323,17 +323,17 @@ def test_c24_what_nobody_can_go_on_by(device, pred, said):
 
 def test_c24_arguments_that_are_no_functions(device):
     x = ramp(device, 2)
-    with pytest.raises(TypeError, match="false_fn is a function, not Tensor"):
+    with pytest.raises(TypeError, match="false_fn must be callable, not Tensor"):
         pg.cond(True, torch.sin, x)
-    with pytest.raises(TypeError, match=r"branches\[1\] is a function, not int"):
+    with pytest.raises(TypeError, match=r"branches\[1\] must be callable, not int"):
         pg.switch(0, [torch.sin, 3], x)
     with pytest.raises(ValueError, match="branches is empty"):
         pg.switch(0, [], x)
-    with pytest.raises(TypeError, match="index is of an integer type"):
+    with pytest.raises(TypeError, match="index must be of an integer type"):
         pg.switch(x[0], [torch.sin], x)
-    with pytest.raises(TypeError, match="body_fn is a function, not tuple"):
+    with pytest.raises(TypeError, match="body_fn must be callable, not tuple"):
         pg.while_loop(torch.sin, (), x)
-    with pytest.raises(TypeError, match="n is of an integer type"):
+    with pytest.raises(TypeError, match="n must be of an integer type"):
         pg.repeat(x[0], torch.sin, x)
 
 
