@@ -589,3 +589,20 @@ def test_what_a_class_of_torchs_has_been_given_is_noticed(monkeypatch):
         f()
     monkeypatch.setattr(nn.Linear, "mine", 3.0)
     assert [read.place.path for read in reads.changed()] == ["Linear.mine"]
+
+
+def test_what_a_module_had_is_known_where_another_sets_it_first(monkeypatch):
+    """And a function of the module's own reads it then, as a variable; it ends as it began."""
+    settings = types.ModuleType("other_settings_of_the_tests")
+    settings.busy = False
+    exec("def asks():\n    return busy", vars(settings))
+
+    def works():
+        settings.busy = True
+        settings.asks()
+        settings.busy = False
+
+    reads = noted(works)
+    assert [place.path for place in reads.written] == []
+    settings.busy = True
+    assert "busy" in [path.rpartition(".")[2] for path in changed(reads)]

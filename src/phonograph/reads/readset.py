@@ -471,6 +471,8 @@ class ReadSet:
             self.names.written(thing, name)
         if frame is not None and whose(frame.f_code.co_filename) == USER:
             self.set_by_users.add((key, name))
+        if ModuleType in mro_of(type(thing)) and (space := own_dict(thing)) is not None:
+            self.note(variable(space, name, name), relied=False)  # as the module's own functions read it
         if key not in self._paths:
             self._met(thing, key, made=not own_dict(thing))  # what has no attributes yet is being made
             return
