@@ -134,6 +134,19 @@ def _loads(wrapped: Any, n: int) -> None:
         wrapped.load_state_dict({name: t.clone() + 0.5 for name, t in wrapped.state_dict().items()})
 
 
+def _compresses_later(wrapped: Any, n: int) -> None:
+    if n == 5:
+        wrapped.register_comm_hook(None, _compresses())
+
+
+def _averages_in_another_group(wrapped: Any, n: int) -> None:
+    """As where ranks have come or gone: here each goes on alone."""
+    if n == 0:
+        wrapped.alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    if n == 5:
+        wrapped._update_process_group(wrapped.alone)
+
+
 def _another_batch() -> tuple[Any, Any, Any]:
     step, arguments, left = _step(_network())
     return step, lambda n: [x[:4] if n in (4, 5) else x for x in arguments(n)], left
@@ -219,6 +232,8 @@ CASES = {
     "step_beside_others": Case(lambda: _step(_network(), before=_then_accumulates)),
     "step_beside_live_ones": Case(lambda: _step(_network(), before=_steps_outside)),
     "step_of_loaded_weights": Case(lambda: _step(_network(), before=_loads)),
+    "step_compressed_beside_later": Case(lambda: _step(_network(), before=_compresses_later)),
+    "step_beside_another_group": Case(lambda: _step(_network(), before=_averages_in_another_group)),
     "step_of_another_batch": Case(_another_batch),
     "step_that_asks_for_unused": Case(lambda: _step(_network(), find_unused_parameters=True)),
     "step_that_averages_at_first": Case(lambda: _step(_network(), hook=_averages_at_first())),

@@ -121,6 +121,38 @@ class Step:
         return [*parameters, *(p.grad for p in parameters), *(x.item() if x.dim() == 0 else x for x in kept)]
 
 
+class CountedStep(Step):
+    """Every other call is averaged, and steps the optimizer: it counts for itself."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.count = 0
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        self.count += 1
+        last = self.count % 2 == 0
+        with contextlib.nullcontext() if last else self.model.no_sync():
+            loss = self.model(x).square().mean()
+            loss.backward()
+        if last:
+            self.update()
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class ScheduledStep(CountedStep):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, ranks.CALLS)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.schedule.step()
+
+
 def batch(n: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(10 * n + dist.get_rank())
     return torch.randn(ROWS, WIDTH, generator=made).to(ranks._device())
@@ -189,8 +221,8 @@ class Bar:
 class Trainer:
     """What a trainer has beside its model. The step uses none of it; what is around the steps does."""
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.step = Step(model, **options)
+    def __init__(self, model: Any, step: type[Step] = Step, **options: Any) -> None:
+        self.step = step(model, **options)
         folder = Path(tempfile.mkdtemp(prefix="phonograph-trainer-"))
         self.log_file = (folder / "train.log").open("w")
         self.batches = iter(torch.utils.data.DataLoader([batch(n) for n in range(ranks.CALLS)], batch_size=None))
@@ -256,14 +288,14 @@ class InOne(Trainer):
         return self.step(x)
 
 
-def plain(make: Callable[[], Any], **options: Any) -> Case:
+def plain(make: Callable[[], Any], step: type[Step] = Step, **options: Any) -> Case:
     def made() -> Any:
-        step = Step(make(), **options)
+        each = step(make(), **options)
 
         def train_step(x: torch.Tensor) -> Any:
-            return step(x)
+            return each(x)
 
-        return train_step, lambda n: [batch(n)], step.left
+        return train_step, lambda n: [batch(n)], each.left
 
     return Case(made, keep="always")
 
@@ -302,6 +334,8 @@ WRAPPED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "ddp_bf16_hook": (lambda: averaged(compresses), {}),
     # One bucket, as this hook waits in a thread of gloo's, of which there are two.
     "ddp_power_sgd": (lambda: averaged(low_rank, bucket=25), {}),
+    "ddp_counts": (averaged, {"step": CountedStep}),
+    "ddp_counts_in_views": (lambda: averaged(gradient_as_bucket_view=True), {"step": CountedStep}),
     "ddp_recomputes": (lambda: averaged(again=True), {}),
     "fsdp2": (sharded, {}),
     "fsdp2_reshards": (lambda: sharded(reshard_after_forward=True), {}),
@@ -323,6 +357,7 @@ LIVE = {
 }
 """What is not recorded, and the reason."""
 CASES = {f"{name}-{form}": of(make, **options) for form, of in FORMS.items() for name, (make, options) in WRAPPED.items()}
+CASES["ddp_counts_with_schedule-plain"] = plain(averaged, step=ScheduledStep)
 
 if __name__ == "__main__":
     ranks.main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:] or [*CASES], CASES)

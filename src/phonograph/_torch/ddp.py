@@ -21,7 +21,7 @@ from .dynamic import Args, Context, Kwargs, Private
 from .operators import OpOverload
 from .process_groups import _c10d
 
-__all__ = ["averages", "averaging", "has_reducer", "others_around", "reducer_anew", "reduces_by"]
+__all__ = ["MADE_ANEW", "averages", "averages_by", "averaging", "has_reducer", "others_around", "reducer_anew", "reduces_by"]
 
 
 def averages(module: torch.nn.Module) -> bool:
@@ -41,6 +41,9 @@ _OF_REDUCERS = ("_autograd_hook", "_get_zeros_like_grad_buckets", "_rebuild_buck
 
 _OF_WRAPPERS = ("_build_debug_param_to_name_mapping", "_build_params_for_reducer", "_comm_hooks", "_ddp_init_helper",
                 "_has_rebuilt_buckets")  # fmt: skip
+
+MADE_ANEW = frozenset({"reducer", "logger"})
+"""The attributes of a wrapper that `reducer_anew` sets."""
 
 _SAMPLED, _NEVER = 11, 2**31 - 1  # the first forward of which no times are taken; in how many of the others they are
 
@@ -68,6 +71,11 @@ def others_around(wrapper: Private) -> bool:
 
 def _holders(p: torch.Tensor) -> int:
     return sys.getrefcount(get_gradient_edge(p).node)
+
+
+def averages_by(wrapper: Private) -> tuple[object, ...]:
+    """The process group and the communication hooks, with their states, that its reducer has: no call reads them, only that."""
+    return wrapper.process_group, *[x for hook in getattr(wrapper, "_comm_hooks", ()) for x in hook]
 
 
 def reduces_by(wrapper: Private) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Set
 from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from mmap import mmap
 from types import CellType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, Generic, Protocol
@@ -27,6 +27,7 @@ from typing import Any, Generic, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch.ddp import MADE_ANEW, averages, averages_by
 from .._torch.dynamic import Foreign, Reading, Table, Thing
 from .._torch.process_groups import sharding_of
 from .._torch.tensors import behind, has_memory, inner_names, is_shape
@@ -520,6 +521,9 @@ class Objects:
     def _module(self, path: str, module: torch.nn.Module) -> None:
         self.modules.append(module)
         self.names[identity(module)] = path
+        if averages(module):  # these are made anew by each capture that is given up, and recordings have what they need of them
+            self._put[identity(module)] |= MADE_ANEW
+            self._hold(kept(f"{path}'s averaging", partial(averages_by, module)))
         if (sharding := sharding_of(module)) is not None:
             self._work.append((f"{path}'s fully_shard", sharding))
         own = module.__dict__

@@ -69,6 +69,14 @@ def test_c07_another_batch_is_another_recording_of_the_same_buckets(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["step_compressed_beside_later", "step_beside_another_group"])
+def test_c09_what_a_reducer_averages_by_is_noticed(case, backend):
+    for told in found(backend):
+        assert "averaging" in told[case]["reasons"]
+        assert told[case]["replayed"] >= 3, told[case]["reasons"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", REFUSED)
 def test_c11_what_a_wrapper_does_that_no_graph_can_have_is_named(case, backend):
     for told in found(backend):
