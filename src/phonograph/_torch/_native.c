@@ -1,8 +1,11 @@
-/* What a replay asks of each of many tensors, asked of their memory.
+/* What a replay asks, asked of memory.
  *
- * Of a tensor that nobody has touched, the bytes that torch keeps about it are what they were. So where Python has found once
- * that tensors are what a recording relies on, it is enough to compare these bytes: `Standing` does that, and asks Python again
- * where one byte is another. What the bytes mean it does not know; no answer comes from them but "as before".
+ * Whatever is not as it was is Python's to judge. But in a steady loop all is as it was, and to see that takes no more than a
+ * comparison of words: the value of a variable is the very object that it was, a counter stands where it stood. So where Python
+ * has once answered a question, and said which facts its answer rests on, `Known` looks at these facts, and asks again where one
+ * is another. `Facts` are those; no answer comes from them but "as before".
+ *
+ * Of a tensor that nobody has touched, the bytes that torch keeps about it are what they were: `Standing` compares these.
  *
  * Nothing of torch is included here. Where the bytes lie, `native.py` finds out when it is imported, by changing tensors and
  * looking; where it cannot tell, none of this is used.
@@ -20,6 +23,8 @@
 #ifdef Py_GIL_DISABLED
 #error "others could change a tensor while it is looked at"
 #endif
+
+/* -- Tensors */
 
 /* Some bytes of an object: where they begin in it, and how many. */
 typedef struct { Py_ssize_t from, many; } Span;
@@ -106,11 +111,16 @@ static int all_stand(Standing *self, PyObject *tensors) {
     return 1;
 }
 
+/* Whether there is something to note of it: a sparse tensor, or one that stands for others, has no storage. */
+static int can_be_noted(PyObject *t) {
+    return is_plain(t) && reference(reference(t, lies.impl), lies.storage);
+}
+
 /* Note them as they are now, in memory of its own: NULL (without an exception) if they cannot be noted. */
 static char *note_all(PyObject *tensors) {
     Py_ssize_t many = PyList_GET_SIZE(tensors), size = noted_bytes();
     for (Py_ssize_t i = 0; i < many; i++)
-        if (!is_plain(PyList_GET_ITEM(tensors, i))) return NULL;
+        if (!can_be_noted(PyList_GET_ITEM(tensors, i))) return NULL;
     char *noted = PyMem_Calloc(many ? many : 1, size);
     for (Py_ssize_t i = 0; noted && i < many; i++) note(PyList_GET_ITEM(tensors, i), noted + i * size);
     return noted;
@@ -201,6 +211,367 @@ static PyTypeObject StandingType = {
     .tp_members = standing_members,
 };
 
+/* -- Facts */
+
+typedef enum { ITEM, PLACE, ITEMS, CELL, FUNCTION, WORD, VERSION, CALLED, READ } Kind;
+
+static const char *const KINDS[] = {"item", "place", "items", "cell", "function", "word", "version", "called", "read", NULL};
+
+/* One fact: what is looked at (`of`, and the `key` or argument that goes with it), and what was there. A `place` has the address
+ * of what was there, and does not keep it: who counts references to it would find one too many. */
+typedef struct {
+    Kind kind;
+    PyObject *of, *key, *was;
+    uint64_t word;
+} Fact;
+
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t many;
+    Fact *facts;
+} Facts;
+
+static uint64_t version_of(PyObject *dictionary) {
+#if PY_VERSION_HEX < 0x030C0000
+    return ((PyDictObject *)dictionary)->ma_version_tag;
+#else
+    return 0; /* from there on there is none */
+#endif
+}
+
+static uint64_t word_at(PyObject *address) {
+    return *(volatile uint64_t *)PyLong_AsVoidPtr(address);
+}
+
+static PyObject *parts_of(PyObject *function) {
+    PyObject *defaults = PyFunction_GET_DEFAULTS(function), *named = PyFunction_GET_KW_DEFAULTS(function);
+    return PyTuple_Pack(3, PyFunction_GET_CODE(function), defaults ? defaults : Py_None, named ? named : Py_None);
+}
+
+static uint64_t attributes_of(PyObject *function) {
+    PyObject *own = ((PyFunctionObject *)function)->func_dict;
+    return own ? (uint64_t)PyDict_GET_SIZE(own) : 0;
+}
+
+/* Note what is there now: 0, or -1 with an exception. */
+static int take_fact(Fact *fact) {
+    switch (fact->kind) {
+    case ITEM:
+        fact->was = Py_XNewRef(PyDict_GetItemWithError(fact->of, fact->key));
+        break;
+    case PLACE:
+        fact->word = (uint64_t)(uintptr_t)PyDict_GetItemWithError(fact->of, fact->key);
+        break;
+    case ITEMS:
+        fact->was = PyList_AsTuple(fact->of);
+        break;
+    case CELL:
+        fact->was = Py_XNewRef(PyCell_GET(fact->of));
+        break;
+    case FUNCTION:
+        fact->was = parts_of(fact->of);
+        fact->word = attributes_of(fact->of);
+        break;
+    case WORD:
+        fact->word = word_at(fact->key);
+        break;
+    case VERSION:
+        fact->word = version_of(fact->of);
+        break;
+    case CALLED: /* what it has to give was said */
+        break;
+    case READ:
+        fact->was = PyObject_CallNoArgs(fact->of);
+        if (fact->was && !PyTuple_CheckExact(fact->was)) PyErr_SetString(PyExc_TypeError, "a reading is a tuple");
+        break;
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int same_items(PyObject *const *items, Py_ssize_t many, PyObject *was) {
+    if (many != PyTuple_GET_SIZE(was)) return 0;
+    for (Py_ssize_t i = 0; i < many; i++)
+        if (items[i] != PyTuple_GET_ITEM(was, i)) return 0;
+    return 1;
+}
+
+static int same_parts(PyObject *function, PyObject *was) {
+    PyObject *defaults = PyFunction_GET_DEFAULTS(function), *named = PyFunction_GET_KW_DEFAULTS(function);
+    PyObject *now[] = {PyFunction_GET_CODE(function), defaults ? defaults : Py_None, named ? named : Py_None};
+    return same_items(now, 3, was);
+}
+
+static int same_call(const Fact *fact) {
+    PyObject *now = fact->key ? PyObject_CallOneArg(fact->of, fact->key) : PyObject_CallNoArgs(fact->of);
+    Py_XDECREF(now);
+    return now ? now == fact->was : -1;
+}
+
+static int same_reading(const Fact *fact) {
+    PyObject *now = PyObject_CallNoArgs(fact->of);
+    if (!now) return -1;
+    int same = PyTuple_CheckExact(now) && same_items(&PyTuple_GET_ITEM(now, 0), PyTuple_GET_SIZE(now), fact->was);
+    Py_DECREF(now);
+    return same;
+}
+
+/* Whether a fact is what it was: 1 or 0, or -1 with an exception. */
+static int is_so(const Fact *fact) {
+    PyObject *now;
+    switch (fact->kind) {
+    case ITEM:
+        now = PyDict_GetItemWithError(fact->of, fact->key);
+        return now || !PyErr_Occurred() ? now == fact->was : -1;
+    case PLACE:
+        now = PyDict_GetItemWithError(fact->of, fact->key);
+        return now || !PyErr_Occurred() ? (uint64_t)(uintptr_t)now == fact->word : -1;
+    case ITEMS:
+        return same_items(((PyListObject *)fact->of)->ob_item, PyList_GET_SIZE(fact->of), fact->was);
+    case CELL:
+        return PyCell_GET(fact->of) == fact->was;
+    case FUNCTION:
+        return attributes_of(fact->of) == fact->word && same_parts(fact->of, fact->was);
+    case WORD:
+        return word_at(fact->key) == fact->word;
+    case VERSION:
+        return version_of(fact->of) == fact->word;
+    case CALLED:
+        return same_call(fact);
+    case READ:
+        return same_reading(fact);
+    }
+    return 0;
+}
+
+/* Whether all are; what comes last takes longest. */
+static int are_so(Facts *self) {
+    for (Py_ssize_t i = 0; i < self->many; i++) {
+        int so = is_so(&self->facts[i]);
+        if (so != 1) return so;
+    }
+    return 1;
+}
+
+static int fits_kind(Kind kind, PyObject *of, PyObject *key) {
+    switch (kind) {
+    case ITEM:
+    case PLACE: return PyDict_CheckExact(of) && key && PyUnicode_CheckExact(key);
+    case ITEMS: return PyList_CheckExact(of);
+    case CELL: return PyCell_Check(of);
+    case FUNCTION: return PyFunction_Check(of);
+    case WORD: return key && PyLong_CheckExact(key);
+    case VERSION: return PyDict_Check(of) && PY_VERSION_HEX < 0x030C0000;
+    case CALLED:
+    case READ: return PyCallable_Check(of);
+    }
+    return 0;
+}
+
+/* A fact as Python tells it: (kind, of), (kind, of, key); of what is called: ("called", of, result), ("called", of, argument,
+ * result). */
+static int make_fact(Fact *fact, PyObject *told) {
+    const char *name;
+    PyObject *of, *key = NULL, *last = NULL;
+    if (!PyTuple_Check(told)) {
+        PyErr_SetString(PyExc_TypeError, "a fact is a tuple");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(told, "sO|OO:fact", &name, &of, &key, &last)) return -1;
+    int kind = 0;
+    while (KINDS[kind] && strcmp(KINDS[kind], name)) kind++;
+    if (kind == CALLED && !last) last = key, key = NULL;
+    if (!KINDS[kind] || !fits_kind(kind, of, key) || (kind == CALLED) != (last != NULL)) {
+        PyErr_Format(PyExc_TypeError, "there is no such fact: %R", told);
+        return -1;
+    }
+    *fact = (Fact){kind, Py_NewRef(of), Py_XNewRef(key), Py_XNewRef(last), 0};
+    return take_fact(fact);
+}
+
+static PyObject *facts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *told;
+    if (!PyArg_ParseTuple(args, "O!:Facts", &PyList_Type, &told)) return NULL;
+    Facts *self = (Facts *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->facts = PyMem_Calloc(PyList_GET_SIZE(told) + 1, sizeof(Fact));
+    Py_ssize_t room = self->facts ? PyList_GET_SIZE(told) : 0;
+    if (!self->facts) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < room && i < PyList_GET_SIZE(told); i++) {
+        self->many++;
+        if (make_fact(&self->facts[i], PyList_GET_ITEM(told, i)) < 0) break;
+    }
+    if (PyErr_Occurred()) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static PyObject *facts_call(PyObject *self, PyObject *args, PyObject *kwargs) {
+    int so = are_so((Facts *)self);
+    return so < 0 ? NULL : PyBool_FromLong(so);
+}
+
+static int facts_traverse(PyObject *of, visitproc visit, void *arg) {
+    Facts *self = (Facts *)of;
+    for (Py_ssize_t i = 0; i < self->many; i++) {
+        Py_VISIT(self->facts[i].of);
+        Py_VISIT(self->facts[i].key);
+        Py_VISIT(self->facts[i].was);
+    }
+    return 0;
+}
+
+static int facts_clear(PyObject *of) {
+    Facts *self = (Facts *)of;
+    while (self->many) {
+        Fact *last = &self->facts[--self->many];
+        Py_CLEAR(last->of);
+        Py_CLEAR(last->key);
+        Py_CLEAR(last->was);
+    }
+    return 0;
+}
+
+static void facts_dealloc(PyObject *self) {
+    PyObject_GC_UnTrack(self);
+    facts_clear(self);
+    PyMem_Free(((Facts *)self)->facts);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyTypeObject FactsType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "phonograph._torch._native.Facts",
+    .tp_doc = "Facts as they are now; called, whether they still are so.",
+    .tp_basicsize = sizeof(Facts),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = facts_new,
+    .tp_call = facts_call,
+    .tp_traverse = facts_traverse,
+    .tp_clear = facts_clear,
+    .tp_dealloc = facts_dealloc,
+};
+
+/* -- Known(ask, tell, usual): a question of Python's, `ask`, whose `usual` answer rests on the facts that `tell` gives as a list,
+ * or None if it rests on more at the moment. When it has been that answer a few times, the facts are taken, and Python is asked
+ * once more: what changes in between is heard at the next call. From then on they are looked at, until one is another. Where
+ * that happens soon each time, it is tried ever more seldom. */
+
+enum { SOON = 8, FIRST = 2, SELDOM = 1024 };
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *ask, *tell, *usual;
+    Facts *facts;                     /* NULL: Python is asked */
+    int wait, pause;                  /* usual answers until facts are taken, this time and at the last */
+    unsigned long long asked, stood;  /* how often Python was asked, and how often the present facts were so */
+} Known;
+
+static void wait_longer(Known *self, int came_soon) {
+    self->pause = !came_soon ? FIRST : self->pause < SELDOM ? 2 * self->pause : SELDOM;
+    self->wait = self->pause;
+    self->stood = 0;
+}
+
+static PyObject *asked(Known *self) {
+    self->asked++;
+    return PyObject_CallNoArgs(self->ask);
+}
+
+/* Take the facts, and give the answer that Python then gives. (What it has answered stands where there are none.) */
+static PyObject *learnt(Known *self) {
+    wait_longer(self, 1);
+    PyObject *told = PyObject_CallNoArgs(self->tell);
+    if (!told) return NULL;
+    PyObject *facts = told == Py_None ? NULL : PyObject_CallOneArg((PyObject *)&FactsType, told);
+    Py_DECREF(told);
+    if (!facts) return told == Py_None ? Py_NewRef(self->usual) : NULL;
+    PyObject *answer = asked(self);
+    if (answer == self->usual) Py_XSETREF(self->facts, (Facts *)Py_NewRef(facts));
+    Py_DECREF(facts);
+    return answer;
+}
+
+static PyObject *known_call(PyObject *of, PyObject *const *args, size_t nargs, PyObject *names) {
+    Known *self = (Known *)of;
+    if (self->facts) {
+        Facts *facts = (Facts *)Py_NewRef(self->facts); /* what is called may come back here */
+        int so = are_so(facts);
+        Py_DECREF(facts);
+        if (so < 0) return NULL;
+        if (so) {
+            self->stood++;
+            return Py_NewRef(self->usual);
+        }
+        Py_CLEAR(self->facts);
+        wait_longer(self, self->stood < SOON);
+    }
+    PyObject *answer = asked(self);
+    if (answer != self->usual || --self->wait > 0) return answer;
+    Py_DECREF(answer);
+    return learnt(self);
+}
+
+static PyObject *known_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *ask, *tell, *usual;
+    if (!PyArg_ParseTuple(args, "OOO:Known", &ask, &tell, &usual)) return NULL;
+    Known *self = (Known *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->call = known_call;
+    self->ask = Py_NewRef(ask);
+    self->tell = Py_NewRef(tell);
+    self->usual = Py_NewRef(usual);
+    self->wait = self->pause = FIRST;
+    return (PyObject *)self;
+}
+
+static int known_traverse(PyObject *of, visitproc visit, void *arg) {
+    Known *self = (Known *)of;
+    Py_VISIT(self->ask);
+    Py_VISIT(self->tell);
+    Py_VISIT(self->usual);
+    Py_VISIT(self->facts);
+    return 0;
+}
+
+static int known_clear(PyObject *of) {
+    Known *self = (Known *)of;
+    Py_CLEAR(self->ask);
+    Py_CLEAR(self->tell);
+    Py_CLEAR(self->usual);
+    Py_CLEAR(self->facts);
+    return 0;
+}
+
+static void known_dealloc(PyObject *self) {
+    PyObject_GC_UnTrack(self);
+    known_clear(self);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMemberDef known_members[] = {
+    {"ask", T_OBJECT_EX, offsetof(Known, ask), READONLY, "Python's own question."},
+    {"facts", T_OBJECT, offsetof(Known, facts), READONLY, "What its usual answer rests on; None while Python is asked."},
+    {"asked", T_ULONGLONG, offsetof(Known, asked), READONLY, "How often Python was asked."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject KnownType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "phonograph._torch._native.Known",
+    .tp_doc = "A question that is asked again only where a fact is not what it was.",
+    .tp_basicsize = sizeof(Known),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = known_new,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Known, call),
+    .tp_traverse = known_traverse,
+    .tp_clear = known_clear,
+    .tp_dealloc = known_dealloc,
+    .tp_members = known_members,
+};
+
+/* -- Versions */
+
 /* Move the version of a tensor on by one, as torch does: 1. Where it has none, or is no tensor, torch says what that means: 0. */
 static int bumped(PyObject *t) {
     if (!is_plain(t) && !PyObject_TypeCheck(t, (PyTypeObject *)any_tensor)) return 0;
@@ -256,8 +627,10 @@ static struct PyModuleDef module = {
 };
 
 PyMODINIT_FUNC PyInit__native(void) {
-    if (PyType_Ready(&StandingType) < 0) return NULL;
+    PyTypeObject *types[] = {&StandingType, &FactsType, &KnownType};
     PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddObjectRef(made, "Standing", (PyObject *)&StandingType) < 0) Py_CLEAR(made);
+    for (int i = 0; made && i < 3; i++)
+        if (PyModule_AddType(made, types[i]) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "tells_versions", PY_VERSION_HEX < 0x030C0000) < 0) Py_CLEAR(made);
     return made;
 }

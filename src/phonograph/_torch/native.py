@@ -19,7 +19,7 @@ from .dynamic import Private
 from .modes import without_modes
 from .tensors import TensorBase, is_ordinary, neg_view, tensor_check
 
-__all__ = ["bump", "instead", "standing"]
+__all__ = ["Fact", "bump", "instead", "known", "standing", "tells_versions"]
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _INLINE = 5  # dimensions, of which torch keeps the sizes in the tensor itself; those of more lie elsewhere
@@ -31,6 +31,10 @@ class _Unclear(Exception):
 
 
 Question = Callable[[list[torch.Tensor]], bool]
+Fact = tuple[object, ...]
+"""What something is at the moment: ("item", dictionary, name), ("place", dictionary, name) of what is not to be kept, ("items",
+list), ("cell", cell), ("function", function), ("version", dictionary), ("word", what has it, address); ("read", function) of
+one that gives a tuple; ("called", function, result) and ("called", function, argument, result) of one that has to give that."""
 
 
 def _size(at: int) -> int:
@@ -188,7 +192,7 @@ _CHANGES: dict[str, Callable[[Private], object]] = {
     "requires": lambda t: t.requires_grad_(not t.requires_grad),
     "history": _history,
     "class": lambda t: setattr(t, "__class__", torch.nn.Parameter),
-    "swapped": lambda t: torch.utils.swap_tensors(t, torch.zeros(3, 2, device="cpu")),
+    "swapped": lambda t: torch._C._swap_tensor_impl(t, torch.zeros(3, 2, device="cpu")),
 }
 
 
@@ -243,6 +247,16 @@ _native, instead = _loaded()
 
 bump: Callable[[Sequence[torch.Tensor]], None] = _bump if _native is None else _native.bump
 """Move the version counters on, as an operator that writes does: autograd then notices a saved tensor that changed."""
+
+
+tells_versions = _native is not None and bool(_native.tells_versions)
+"""Whether dictionaries have versions in memory, which the helper can compare."""
+
+
+def known(ask: Callable[[], object], facts: Callable[[], list[Fact] | None], usual: object) -> Callable[[], Private]:
+    """The same question, whose `usual` answer rests on these facts alone; None: on others as well at the moment. Where the
+    helper can see that all are what they were, it is the answer. It may be asked twice."""
+    return ask if _native is None else _native.Known(ask, facts, usual)
 
 
 def standing(tensors: Sequence[torch.Tensor], ask: Question) -> Question:

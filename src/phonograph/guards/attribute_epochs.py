@@ -31,6 +31,7 @@ from .._torch.autograd import hearing
 from .._torch.dynamic import Private
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modes import ASKS_NO_SUBCLASS
+from .._torch.native import Fact
 from .._torch.tensors import TensorBase, is_ordinary, owners, use_count
 from ..python.identity import identity
 from ..python.standing import fresh_in_children
@@ -216,6 +217,11 @@ class _Gradients(Door):
         """The epoch: something else whenever somebody may have gone through since."""
         return got.value, given.value
 
+    def facts(self) -> list[Fact] | None:
+        """Which say that nobody has gone through, or is at work behind it."""
+        counts = [("word", count, ctypes.addressof(count)) for count in (_got, _given) if isinstance(count, ctypes.c_ssize_t)]
+        return [*counts, ("items", self.busy)] if len(counts) == 2 else None
+
 
 gradients: _Gradients = _Gradients()
 
@@ -296,6 +302,10 @@ class Room:
     def now(self) -> int:
         """Which dictionary it is: `__setstate__` puts another there, past the door."""
         return identity(self._inside)
+
+    def fact(self) -> Fact:
+        """Which says that it is."""
+        return "place", getattr(self._optimizer(), "__dict__", {}), _STATE
 
     def alone(self) -> bool:
         """Whether nobody else has it, or a dictionary in it, nor could without being heard."""

@@ -7,6 +7,7 @@ from operator import is_
 from typing import Any, TypeAlias
 
 from .._torch.dynamic import Leaves, Reading, Table, Thing
+from .._torch.native import Fact
 from ..python.dict_versions import Versions, at_one_glance, tell
 from ..python.holders import Holder
 from ..python.identity import identity, reading_list
@@ -22,6 +23,7 @@ __all__ = [
     "Entry",
     "by_dictionary",
     "entry_of",
+    "facts_of",
     "in_parts",
     "in_pieces",
     "read_together",
@@ -152,6 +154,15 @@ def reader_of(entry: Entry) -> Thing:
     if type(values) is list and len(values) >= _LONG:
         return reading_list(values)
     return values if type(values) in _PLAINLY and entry[1] is entry[0].read else entry[1]
+
+
+def facts_of(entry: Entry) -> list[Fact]:
+    """Facts which say that a place is what it was."""
+    holder, read, _ = entry
+    values = None if holder.contents is None else holder.contents.now()
+    if read is not holder.read or (type(values) is not list and holder.facts is None):
+        return [("read", read)]
+    return [("items", values)] if type(values) is list else [*holder.facts()]
 
 
 def in_pieces(things: Leaves, size: int) -> list[Entry]:

@@ -46,6 +46,7 @@ from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Args, Kwargs, Leaves, Reading
 from .._torch.modes import without_modes
 from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
+from .._torch.native import Fact
 from ..errors import Unseen
 from ..python.holders import Spot
 from ..python.identity import identity
@@ -732,6 +733,12 @@ class Dials:
         """What lies at spots. A call that is `running` goes by the numbers that tensors held before it wrote them."""
         both = zip(self.spots, self._seen_last, strict=True)
         return [seen if running and spot.memory is not None else spot.get() for spot, seen in both]
+
+    def facts(self) -> list[Fact] | None:
+        """Which say that no source has another value than at the last look."""
+        if self._counting or self.spots or any(type(group) is not dict or type(key) is not str for group, key in self.sources):
+            return None
+        return [("item", vars(self), "values"), *(("item", group, key) for group, key in self.sources)]
 
     def fit(self) -> bool:
         """Whether the program still takes the branches that it took when it was captured, with numbers that can be worked out

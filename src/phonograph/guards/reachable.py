@@ -51,6 +51,7 @@ from .._torch import process_groups as torch_process_groups
 from .._torch import tensors as torch_tensors
 from .._torch.dynamic import Leaves, Reading, Table, Thing
 from .._torch.modes import without_subclasses
+from .._torch.native import Fact
 from ..call.live_function import is_marked
 from ..errors import Overlooked, Refusal
 from ..python import containers, object_attributes
@@ -150,7 +151,10 @@ class Reach(Objects):
                     for name in f.__dict__.keys() - names:
                         del f.__dict__[name]
 
-            self._hold(Holder("code", reading_parts(functions), restore))
+            def facts() -> list[Fact]:
+                return [("function", f) for f in functions]
+
+            self._hold(Holder("code", reading_parts(functions), restore, facts=facts))
         if objects or kinds:
             self._hold(kept("class", lambda: (*map(type, objects), *map(_bases_of, kinds), *map(_name_of, kinds))))
         if any(isinstance(k, abc.ABCMeta) for k in kinds) and self.mentions.asks_kind:

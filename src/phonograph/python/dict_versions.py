@@ -19,6 +19,7 @@ from operator import is_
 from typing import Any
 
 from .._torch.dynamic import Thing
+from .._torch.native import Fact, tells_versions
 from .._torch.tensors import dict_version
 
 __all__ = ["Versions", "at_one_glance", "of_class", "tell"]
@@ -129,6 +130,14 @@ class Versions:
         n = len(self._dictionaries)
         others = [False] * n + [d is not was for d, was in zip(own, self._own, strict=True)]
         return [i for i, (a, b, other) in enumerate(zip(now, self._versions, others, strict=True)) if other or a != b]
+
+    def facts(self) -> list[Fact] | None:
+        """Which say that none has moved."""
+        own: list[tuple[Any, Any]] = [(find, find()) for find in self._find]
+        found: list[Fact] = [("called", find, d) for find, d in own]
+        if at_one_glance:
+            return [("called", _clock.now, _clock.now()), *found]
+        return [*(("version", d) for d in (*self._dictionaries, *(d for _, d in own))), *found] if tells_versions else None
 
     def keep(self) -> None:
         """What has moved has been looked at, and holds what it did."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.dynamic import Reading, Table, Thing
+from .._torch.native import Fact
 
 __all__ = ["Contents", "Find", "Holder", "Part", "Spot", "kept", "key_label"]
 
@@ -56,7 +57,8 @@ class Holder(NamedTuple):
     `named` names the i-th of the values read. A recording may rely on a `part` of the place only. It is all that the dictionary
     of `owner` holds, or the `contents` of a container; it has these `tables`, dictionaries that are no object's attributes. It
     lies `behind` a door (`doors.Room`), and need not be read while that is shut. `spot` finds where the i-th of the values read
-    lies. All of it is `inside` these dictionaries, if it is known of any: while they have not changed, it has not.
+    lies. All of it is `inside` these dictionaries, if it is known of any: while they have not changed, it has not. Nor has it
+    while these `facts` are what they were.
     """
 
     path: str
@@ -72,6 +74,7 @@ class Holder(NamedTuple):
     behind: Thing = None
     spot: Find | None = None
     inside: Callable[[], Sequence[object]] | None = None
+    facts: Callable[[], list[Fact]] | None = None
 
     def label(self, i: int, values: Reading) -> str:
         """A name for the i-th of the values read."""

@@ -169,7 +169,8 @@ def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
         except ValueError:  # one is empty
             return (*map(contents, of),)
 
-    return Holder(path, read, restore, named=lambda path, i, _: f"{path}.{names[i]}", spot=spot)
+    place = Holder(path, read, restore, named=lambda path, i, _: f"{path}.{names[i]}", spot=spot)
+    return place._replace(facts=lambda: [("cell", cell) for cell in of])
 
 
 def space(path: str, of: dict[str, object], names: Iterable[str]) -> Holder:

@@ -5,7 +5,8 @@ holds, the recording must not be played. Checking all of them in full costs mill
 kept in three groups:
 
 * *hot*: closure cells, globals, attributes of plain objects and classes, hyper-parameters of optimizers, the addresses and
-  metadata of tensors; of parameters too where there are few. Compared before every replay, by identity and at C speed.
+  metadata of tensors; of parameters too where there are few, and with the helper in C of few optimizers' tensors. Compared
+  before every replay, by identity and at C speed.
 * *behind a door*: gradients, and what optimizers remember. Compared in full when somebody may have come to them
   (`attribute_epochs.py`), and otherwise one at a time in rotation.
 * *watched*: the insides of modules, and many parameters. Compared in full when the witness's epoch has moved, and otherwise a
@@ -27,10 +28,21 @@ from typing import Any
 import torch
 
 from .._torch.dynamic import Reading, Thing
+from .._torch.native import Fact, instead, known
 from ..call.signature import modes
 from ..guards import module_epochs as witness
 from ..guards.attribute_epochs import states
-from ..guards.entries import Entries, by_dictionary, entry_of, in_parts, in_pieces, read_together, reader_of, which
+from ..guards.entries import (
+    Entries,
+    by_dictionary,
+    entry_of,
+    facts_of,
+    in_parts,
+    in_pieces,
+    read_together,
+    reader_of,
+    which,
+)
 from ..guards.hyperparameters import Dials
 from ..guards.objects import FEW
 from ..guards.reachable import Reach
@@ -67,6 +79,7 @@ class Constants(Entries, Column):
         self.remembered = {i: room for i, room in reach.remembered.items() if i not in reach.shared}
         hot = [t for t in tensors if identity(t) not in self.remembered]
         hot = hot if len(hot) <= FEW else [t for t in hot if not isinstance(t, torch.nn.Parameter)]
+        hot = tensors if not instead and len(tensors) <= FEW else hot  # (behind doors, too)
         self._pointed, self._alike = hot, like(hot)
         kept_there = [t for t in tensors if identity(t) in self.remembered]
         self._remembered = like(kept_there), kept_there
@@ -76,7 +89,7 @@ class Constants(Entries, Column):
         self._laps = {}
         if others:
             self._laps[_OTHERS] = _taking_turns(others, _TENSORS)
-        if kept_there:
+        if kept_there and hot is not tensors:
             self._laps[_KEPT] = _taking_turns(kept_there, _REMEMBERED)
         self._listens = False  # at the doors
         self._sort()
@@ -119,7 +132,21 @@ class Constants(Entries, Column):
         witness.leave(self)
 
     def fits(self) -> Sequence[Check]:
-        return [self.broken]
+        return [known(self.broken, self._facts, None)]
+
+    def _facts(self) -> list[Fact] | None:
+        """What it rests on that nothing is broken. (The rotation goes on.)"""
+        told = self._told_by.facts() if self._told else []
+        if told is None or self._hooked or (self._behind and not self._is_shut()):
+            return None
+        rooms = [entry[0].behind.fact() for entry in self._behind]
+        if self._behind:
+            rooms.append(("item", vars(states), "epoch"))
+        own: list[Fact] = [("item", vars(self), name) for name in ("_moved_places", "_read_hot", "_shut", "_epoch")]
+        read = [fact for entry in self._read for fact in facts_of(entry)]
+        tensors: list[Fact] = [("called", self._alike, self._pointed, True)] if self._pointed else []
+        rotation: list[Fact] = [("called", self._rotate, None)] if self._rotates else []
+        return [*own, ("item", vars(witness), "epoch"), *rooms, *told, *read, *tensors, *rotation]
 
     def broken(self) -> str | None:
         """What no longer holds, by name; None when the recording may be played. Costs about 0.3 us for each hot

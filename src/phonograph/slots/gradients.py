@@ -13,7 +13,7 @@ from operator import is_
 import torch
 
 from .._torch.dynamic import Thing
-from .._torch.native import bump
+from .._torch.native import Fact, bump, known
 from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_id, use_count
 from ..errors import Refusal
 from ..guards.attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
@@ -232,6 +232,21 @@ class _Some:
             self._turn = cycle([*zip(involved, map(identity, map(gradient, involved)), strict=True)])
         return True
 
+    def ready_facts(self) -> list[Fact] | None:
+        """What it rests on that they are ready, as long as the door is shut."""
+        if self._fitted is None or not self._fitted == self._unheld == gradients.now():
+            return None
+        shut = self._while_shut("_fitted", "_unheld")
+        return None if shut is None else [*shut, ("called", self._next_stands, True)]
+
+    def left_facts(self) -> list[Fact] | None:
+        """What it rests on that there is nothing to leave."""
+        return None if self.added_to or (self.left and self._stood != gradients.now()) else self._while_shut("_stood")
+
+    def _while_shut(self, *noted: str) -> list[Fact] | None:
+        door = gradients.facts()
+        return None if door is None or gradients.busy else [*(("item", vars(self), name) for name in noted), *door]
+
     def leave(self) -> None:
         """Make the attributes what the call would have left."""
         if self.left and not (self._stood == gradients.now() and not gradients.busy):
@@ -423,7 +438,7 @@ class Grads(Column):
     def ready(self) -> list[Callable[[], bool]]:
         """Each says of some whether they are such as the recording needs to find, and nobody else holds one."""
         fed = [] if self.fed is None else [self.fed.fit]
-        return [*(some.ready for some in self._all), *fed]
+        return [*(known(some.ready, some.ready_facts, True) for some in self._all), *fed]
 
     def fill(self) -> Sequence[Step]:
         return [] if self.fed is None else [self._feed]
@@ -455,7 +470,10 @@ class Grads(Column):
 
     def leave(self) -> Sequence[Step]:
         """Make the attributes what the call would have left."""
-        return [*([] if self.fed is None else [self.fed.take]), *(some.leave for some in self._all)]
+        return [
+            *([] if self.fed is None else [self.fed.take]),
+            *(known(some.leave, some.left_facts, None) for some in self._all),
+        ]
 
     def break_off(self, run: Broken) -> None:
         if not run.within_live:

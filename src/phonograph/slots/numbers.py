@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
+from .._torch.native import Fact, known
 from ..call.signature import Call
 from ..guards.hyperparameters import Dials
 from .column import Broken, Check, Column, Step
@@ -33,7 +34,11 @@ class Numbers(Column):
             self.dials.given[:] = [call.leaves[i] for i in call.numbers]
 
     def fits(self) -> Sequence[Check]:
-        return [self._decide_the_same] if self.dials else []
+        return [known(self._decide_the_same, self._facts, None)] if self.dials else []
+
+    def _facts(self) -> list[Fact] | None:
+        facts = self.dials.facts()
+        return None if facts is None else [("item", vars(self), "_turned"), *facts]
 
     def _decide_the_same(self) -> str | None:
         dials = self.dials

@@ -1,5 +1,7 @@
 """C8, C9: what a replay relies on is looked at by the helper in C, or by Python: either hears of the same changes."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -251,3 +253,38 @@ def test_c22_a_steady_replay_asks_python_of_no_tensor(device):
     assert questions
     assert [same.asked for same in questions] == before
     assert pg.stats(run.step).replayed >= 40
+
+
+def frames(function, *args):
+    """How many functions written in Python a call starts."""
+    started = []
+    sys.setprofile(lambda frame, event, _: started.append(frame) if event == "call" else None)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return len(started)
+
+
+def of_parameters(device, count):
+    """The most frames of a steady replay of a step with so many parameters."""
+    weights = nn.ParameterList([nn.Parameter(torch.full((4,), 0.1, device=device)) for _ in range(count)])
+    optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3, fused=True)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = (torch.stack([*weights]) * x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    recorded, x = pg.record(step, keep="always"), torch.ones(4, device=device)
+    for _ in range(24):
+        recorded(x)
+    return max(frames(recorded, x) for _ in range(16))
+
+
+def test_c22_a_steady_replay_runs_few_frames_however_many_parameters_there_are(device, helper):
+    found = [of_parameters(device, count) for count in (13, 160)]
+    assert abs(found[0] - found[1]) <= 2
+    assert max(found) <= (36 if helper == "C" else 56)
