@@ -332,7 +332,7 @@ class Drawing:
             ["seen['rate'] = opt.param_groups[0]['lr']"],
             ["opt.param_groups[0]['lr'] *= 0.9"], [f"opt.param_groups[0]['lr'] = 0.05 * {x}"],
             ["seen['now'] = schedule.get_last_lr()"],
-            [f"if {n} % 5 == 4:", f"    reset({self.name})"], ["ema[0].weight.grad = net[0].weight.grad"],
+            [f"if {n} % 5 == 4:", f"    reset(globals()['{self.name}'])"], ["ema[0].weight.grad = net[0].weight.grad"],
             ["if net[0].weight.grad is not None:", "    net[0].weight.grad.data = net[0].weight.grad.data * 0.5"],
             ["seen['grad'] = net[0].weight.grad"], ["held.append(net[0].weight.grad)"], ["held.append(x)"],
             ["held.append(h.detach().reshape(-1)[:2])"], ["held.append(h[:, 0])"], ["net.train(not net.training)"],

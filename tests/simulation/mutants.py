@@ -187,6 +187,7 @@ def _exchanged(mutant: Mutant) -> bool:
     lines = pathlib.Path(path).read_text().splitlines(keepends=True)
     lines[mutant.line - 1] = mutant.after + "\n"
     new, changed = {_place(code): code for code in _codes(compile("".join(lines), path, "exec", dont_inherit=True))}, False
+    gc.unfreeze()
     for f in gc.get_objects():
         if type(f) is not FunctionType or f.__code__.co_filename != path:
             continue

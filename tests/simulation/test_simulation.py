@@ -15,6 +15,7 @@ import torch
 
 from tests.forked import ROOT
 from tests.helpers import may_run_live
+from tests.simulation import mutants
 from tests.simulation.check import Differs, check, shrunk
 from tests.simulation.grammar import Program, draw
 from tests.simulation.run import drawn
@@ -97,6 +98,23 @@ def test_a_fault_is_found_and_the_program_shrunk(monkeypatch):
     assert len(small.text.splitlines()) <= 14
     assert small.options == ()
     assert "torch" not in small.text
+
+
+def test_lines_that_are_broken_on_purpose_are_still_python():
+    for file, text in mutants.files().items():
+        lines, found = text.splitlines(), [*mutants.mutants(file, text)]
+        assert all(one.before == lines[one.line - 1] != one.after for one in found)
+        for one in found[:: max(1, len(found) // 5)]:
+            ast.parse("\n".join([*lines[: one.line - 1], one.after, *lines[one.line :]]))
+
+
+@pytest.mark.slow
+def test_a_line_that_is_broken_is_noticed():
+    """By the first program that reaches it: an attribute that a call sets, and replays leave as it was."""
+    text = mutants.files()["slots/effects.py"]
+    one = next(m for m in mutants.mutants("slots/effects.py", text) if "put(one.of, one.name, value)" in m.before)
+    mutants._run(0)
+    assert mutants.tried(one, mutants.Known({-1: None}, {(one.file, one.line): []}), 120)["outcome"] == "differs"
 
 
 @pytest.mark.slow

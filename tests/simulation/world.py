@@ -114,7 +114,8 @@ class World:
 
     def reset(self, f: Any) -> None:
         if self.options is not None:
-            pg.reset(f)
+            with contextlib.suppress(TypeError):  # a module that was reset is not recorded any more
+                pg.reset(f)
 
     def look(self, f: Any) -> None:
         """What is told of it, which changes nothing."""
