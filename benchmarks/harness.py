@@ -176,7 +176,7 @@ class Report:
             "quick": self.arguments.quick,
             "device": self.arguments.device,
             "hardware": machine.hardware(torch.device(self.arguments.device)),
-            "versions": machine.versions() | _versions_of("triton", "transformers", "timm", "tensordict"),
+            "versions": machine.versions() | _versions_of("triton", "transformers", "timm", "diffusers", "tensordict"),
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }

@@ -11,8 +11,8 @@ A case is a model in one way, 20 calls with another batch each, beside a twin th
     no_grad, inference forward, with such a mask
 
 Compared are all results, parameters, buffers, the optimizer's state and the generator's. `recorded`: the last call was played,
-or ran live only to be timed; `slower` if it was not because replays were measured to be no faster; else `why` says what stood
-in the way. `cuts` are the places where a replay waits for a number of the host's.
+or ran live only to be timed. Where it was not, replays were measured to be no faster (which a busy machine decides), or `why`
+says what stood in the way. `cuts` are the places where a replay waits for a number of the host's.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ from phonograph.testing import assert_same
 CALLS, ROWS = 20, 2
 WAYS = {"train": None, "train, padded": None, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 MOST, OF = 27, 30
-TARGET = f"of {OF} models of transformers {MOST} recorded, each in training and inference; all equal to the bit; nothing raised"
-UNMASKED = ("gpt2", "bert", "vit", "llama", "t5")  # in training without a mask no replay of these waits for a number
+UNMASKED = ("gpt2", "bert", "vit", "llama", "t5")  # in training without a mask
+TARGET = (
+    f"of {OF} models of transformers {MOST} recorded in training and inference, if replays are measured to be faster; all "
+    "equal to the bit; nothing raised; no look of the host in a replay of " + ", ".join(UNMASKED)
+)
 MASKED = {"continue", "fill in", "encode", "translate", "read a page"}
 KINDS = (
     "gpt2", "gpt_neox", "opt", "bloom", "llama", "mistral", "qwen3", "gemma3_text", "mixtral", "mamba",
@@ -52,7 +55,6 @@ KINDS = (
     "t5", "bart", "whisper", "vit", "dinov2", "beit", "swin", "convnext", "resnet", "clip", "siglip",
     "wav2vec2", "hubert",
 )  # fmt: skip
-SLOWER = "a replay takes"
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,6 @@ def row(case: Case, way: str, device: str) -> dict[str, Any]:
     found["cuts"] = [" in ".join(filter(None, one)) for one in cuts[: len(cuts) // max(stats.recorded, 1)]]  # of one recording
     found["why"] = dict(stats.refusals)
     found["recorded"] = found["recorded"] and stats.replayed > 0
-    found["slower"] = not found["recorded"] and SLOWER in said
     return found | {"seconds": round(time.perf_counter() - begun, 1)}
 
 
@@ -323,6 +324,15 @@ def main() -> int:
     return harness.finish(report)
 
 
+def is_slower(found: dict[str, Any]) -> bool:
+    """Whether it was recorded, and replays were measured to be no faster."""
+    return not found["recorded"] and found.get("recordings", 0) > 0 and found.get("timed", 0) > 0
+
+
+def settled(each: list[dict[str, Any]]) -> bool:
+    return all(found["recorded"] or is_slower(found) for found in each)
+
+
 def conclude(report: harness.Report, rows: dict[str, dict[str, Any]]) -> None:
     by_model: dict[str, list[dict[str, Any]]] = {}
     for title, found in rows.items():
@@ -332,23 +342,24 @@ def conclude(report: harness.Report, rows: dict[str, dict[str, Any]]) -> None:
         models = {name: each for name, each in by_model.items() if name.startswith(f"{library}/")}
         figures[library] = {
             "models": len(models),
-            "recorded in each way": sum(all(one["recorded"] or one.get("slower") for one in each) for each in models.values()),
+            "recorded in each way": sum(all(one["recorded"] for one in each) for each in models.values()),
+            "recorded, or measured to be no faster": sum(map(settled, models.values())),
             "not": {
                 name: sorted({why for one in each if not one["recorded"] for why in one.get("why", {"an error": 1})})
-                for name, each in models.items() if not all(one["recorded"] or one.get("slower") for one in each)
+                for name, each in models.items() if not settled(each)
             },
         }  # fmt: skip
     reads = {name: len(rows.get(f"transformers/{name} train", {}).get("cuts", [])) for name in UNMASKED}
     wrong = [title for title, found in rows.items() if not found.get("equal", True) and found.get("live equals itself")]
     raised = [title for title, found in rows.items() if "error" in found]
     report.figures |= figures | {
-        "cases": len(rows), "measured to be no faster": sum(found.get("slower", False) for found in rows.values()),
+        "cases": len(rows), "measured to be no faster": sum(is_slower(found) for found in rows.values()),
         "differ": wrong, "raised": raised, "reads of the host in a replay of a step": reads,
         "reasons": dict(Counter(why for found in rows.values() if not found["recorded"] for why in found.get("why", {}))),
         "rows": rows,
     }  # fmt: skip
     theirs = figures["transformers"]
-    share = theirs["recorded in each way"] >= MOST / OF * theirs["models"]
+    share = theirs["recorded, or measured to be no faster"] >= MOST / OF * theirs["models"]
     if theirs["models"] >= OF and not (report.arguments.only or report.arguments.ways):
         report.decide(share and not wrong and not raised and not any(reads.values()))
 
