@@ -66,7 +66,7 @@ _CELLS = frozenset({"__closure__", "cell_contents"})
 _UNCHANGING = CONSTANTS | {OpOverload, OpOverloadPacket}  # objects that nobody changes
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
 _IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
-_ASKS = frozenset({"isinstance", "issubclass", "get_cache_token"})
+_ASKS = frozenset({"isinstance", "issubclass"})
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -115,7 +115,7 @@ class ReadSet:
         self._functions: defaultdict[int, list[FunctionType]] = defaultdict(list)
         self._started, self._within = set[int](), set[int]()  # code that has run, and code of functions made by it
         self._abstract = False  # whether an abstract class was read
-        self._asks_kinds = False  # whether code, and not for us or for torch, may ask of which class something is
+        self._asks_kinds = False  # whether code that is neither torch's nor Python's own may ask of which class something is
         self._entered = set[int]()  # global variables, of which the classes are heard
         self._bodies = set[tuple[object, str]]()  # of classes, that have run: in which module, and by which name
         self._work, self._works = deque[tuple[object, str]](), False
@@ -511,7 +511,6 @@ class ReadSet:
             self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
             self._space(code, frame.f_globals)
         ours = by == STDLIB and _for_whom(frame) in (TORCH, OURS)
-        self._asks_kinds = self._asks_kinds or not (ours or _ASKS.isdisjoint(code.co_names))
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             self._argument(frame.f_locals.get(name), ours=ours)
         return False
@@ -564,7 +563,7 @@ class ReadSet:
         self._globals(code, space)
         named = {*code.co_names, *(c for c in code.co_consts if type(c) is str)}
         self._names |= named
-        self._asks_kinds = self._asks_kinds or matches(code)
+        self._asks_kinds = self._asks_kinds or matches(code) or not named.isdisjoint(_ASKS)
         self.users_names |= named if whose(code.co_filename) == USER else set()
         if not named.isdisjoint(PAST):
             self._hold_whole()

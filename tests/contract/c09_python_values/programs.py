@@ -1,7 +1,6 @@
 """Programs that read something outside of their arguments, each in a way of its own: `reading.txt` has their source, and
-`reading_unrun.txt` those where a method that does not run in the call says what is read, or leads to it. `reading_noted.txt`
-has those where nobody could know before the call what it reads: in packages, by names that are worked out.
-`reading_limits.txt` has those of which only an audit may find what has changed.
+`reading_unrun.txt` those where a method that does not run in the call says what is read, or leads to it. `reading_limits.txt`
+has those of which only an audit may find what has changed.
 
 A program has a function `f` (or `get_f`, which gives it), and modules beside it. After some calls `change` changes what `f`
 reads, and `undo` takes that back. Or `f` changes something itself, once in each call, as `count` tells.
@@ -47,7 +46,6 @@ def _programs(name: str, begin: str = "", end: str = "") -> dict[str, str]:
 GROUPS = {
     "reading": _programs("reading.txt"),
     "reading_unrun": _programs("reading_unrun.txt", _UNRUN, _CALLED),
-    "reading_noted": _programs("reading_noted.txt", "from torch import nn\n"),
     "reading_limits": _programs("reading_limits.txt", "from torch import nn\n"),
 }
 """The programs' source by their names, file by file."""

@@ -16,7 +16,7 @@ from tests.contract.c09_python_values.programs import GROUPS, counts, function_o
 from tests.helpers import may_run_live, ramp
 
 LIMITS = GROUPS["reading_limits"]
-CASES = GROUPS["reading"] | GROUPS["reading_unrun"] | GROUPS["reading_noted"]
+CASES = GROUPS["reading"] | GROUPS["reading_unrun"]
 
 
 @pytest.fixture
