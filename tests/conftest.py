@@ -121,7 +121,7 @@ def attempts_are_free(monkeypatch):
 @pytest.fixture(autouse=True)
 def classes_are_gated():
     """However many tests have captured calls that work with modules."""
-    read_gate.opened.clear()
+    read_gate.gated.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_
 import phonograph as pg
 from phonograph.devices.cuts import Cuts
 from phonograph.engine import current_capture
-from phonograph.python import standing
-from phonograph.reads import gate
+from phonograph.python import read_gate, standing
 from phonograph.state.reentrancy import Nested
 from phonograph.testing import assert_same
 from tests.faults.programs import PROGRAMS, Program, Same
@@ -108,7 +107,7 @@ def house() -> dict[str, object]:
     return {
         **patched,
         "collector": (gc.isenabled(), [*gc.callbacks]), "nested": (Nested.running, Nested.waiting), "cuts": len(Cuts.now),
-        "modes": _len_torch_dispatch_stack(), "captures": len(current_capture._captures), "gates": gate._only_one.locked(),
+        "modes": _len_torch_dispatch_stack(), "captures": len(current_capture._captures), "gates": read_gate._noting.locked(),
         "standing": len(standing._all), "threads": torch._C._is_multithreading_enabled(), "grad": torch.is_grad_enabled(),
         "profile": sys.getprofile(), "autocast": torch.is_autocast_enabled("cpu"), "hook": sys.excepthook,
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -1,7 +1,6 @@
 """What is read of objects is noted, of the right ones, and classes are as before; which keys code reads of dictionaries."""
 
 import copy
-import functools
 import gc
 import threading
 import types
@@ -18,7 +17,6 @@ from phonograph.python.identity import identity
 from phonograph.python.introspection import MISSING
 from phonograph.python.read_gate import Reads, behind_gate, may_be_gated
 from phonograph.python.subscripts import keys_after, keys_of_variables
-from phonograph.reads.readset import ReadSet
 
 
 class Plain:
@@ -61,16 +59,9 @@ class Net(nn.Module):
         return self.layer(x) * self.scale
 
 
-def noting(reads, *things):
-    """The names that are read of these things are noted while the block runs."""
-    noted = ReadSet(things, hears_starts=False)
-    noted.names = reads
-    return noted.noting()
-
-
 def noted(thing, read):
     reads = Reads([thing])
-    with noting(reads, thing):
+    with reads.noting():
         read(thing)
     return reads
 
@@ -120,7 +111,7 @@ def test_a_class_that_sets_its_attributes_itself():
 def test_writes_of_classes_that_derive_from_each_other():
     things = Plain(), Derived()
     reads = Reads(things)
-    with noting(reads, *things):
+    with reads.noting():
         for thing in things:
             thing.b = 3.0
     assert [reads.names(thing) for thing in things] == [{"b"}, {"b"}]
@@ -141,8 +132,8 @@ def test_what_cannot_be_gated(kind):
 
 def test_classes_are_as_before_also_after_an_exception():
     before = dict(vars(Plain)), dict(vars(nn.Module))
-    things = Plain(), Net()
-    with suppress(ZeroDivisionError), noting(Reads(things), *things):
+    reads = Reads([Plain(), Net()])
+    with suppress(ZeroDivisionError), reads.noting():
         assert behind_gate(vars(Plain)["__getattribute__"]) is MISSING
         assert behind_gate(vars(nn.Module)["__getattribute__"]) is MISSING
         raise ZeroDivisionError
@@ -151,7 +142,7 @@ def test_classes_are_as_before_also_after_an_exception():
 
 def test_two_at_a_time():
     outer, inner = Reads([Plain()]), Reads([Plain()])
-    with noting(outer, Plain()):
+    with outer.noting():
         thread = threading.Thread(target=_enter, args=(inner,))
         thread.start()
         thread.join()
@@ -162,7 +153,7 @@ def test_two_at_a_time():
 
 
 def _enter(reads):
-    with noting(reads):
+    with reads.noting():
         pass
 
 
@@ -173,7 +164,7 @@ def test_dynamo_compiles_without_a_gate():
     def f(x):
         return x * plain.a
 
-    with noting(reads, plain):
+    with reads.noting():
         compiled = torch.compile(f, backend="eager", fullgraph=True)
         compiled(torch.ones(2))
         assert "__getattribute__" not in vars(Plain)
@@ -232,23 +223,8 @@ def test_a_class_is_gated_so_many_times(monkeypatch):
     thing, net = Plain(), Net()
     for known in (True, True, False):
         reads = Reads([thing, net])
-        with noting(reads, thing, net):
+        with reads.noting():
             assert thing.a == 1.0
             assert net.scale == 2.0
         assert (reads.knows(Plain), reads.knows(Net)) == (known, known)
         assert reads.names(thing) == ({"a"} if known else None)
-
-
-def test_a_class_that_cannot_be_opened_is_left_out():
-    class Built:
-        __delattr__ = functools.partialmethod(object.__delattr__)  # no function: nobody could stand before it
-
-        def __init__(self):
-            self.a = 1.0
-
-    things = Built(), Plain()
-    reads = Reads(things)
-    with noting(reads, *things):
-        assert [thing.a for thing in things] == [1.0, 1.0]
-    assert (reads.knows(Built), reads.names(things[0])) == (False, None)
-    assert (reads.knows(Plain), reads.names(things[1])) == (True, {"a"})

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,6 @@ from ..python.memos import memos
 from ..python.origin import BACKWARD
 from ..python.putting_back import put_back
 from ..python.read_gate import Reads
-from ..reads.readset import ReadSet
 from ..slots.fed_gradients import hands_on
 from ..values.container_edits import Edit
 from ..values.host_scalars import without
@@ -190,7 +189,6 @@ class DryRun:
         arguments = Arguments(request.call, leaves, seen)
         modes_before, by_name = modes(), dict(arguments.kwargs)
         self._stand_ins.callback(request.terms.carried.stand(by_name))
-        self._prepared.beyond.reads.stand_ins = request.terms.carried.holders()
         watch.stood_in()
         found = before(self._prepared.snapshot.holders)
         result, state, listener = self._call(arguments.args, by_name, watch)
@@ -274,9 +272,6 @@ class DryRun:
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
         caching = reach.caching | memos.of_packages()
-        beyond, notes = prepared.beyond.reads, self._reads is not None or request.terms.placement.within is None
-        beyond.names = self._reads
-        left_out = partial(_heard, beyond, self._untouched) if notes else self._untouched.left_out  # (which lead not back here)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -285,11 +280,9 @@ class DryRun:
             nullcontext() if tracing is None else tracing.saving(),
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
-            beyond.noting(called) if notes else nullcontext(),
-            watching_python(self._outer, heard, caching, left_out, watch, None, variables) as listener,
+            nullcontext() if self._reads is None else self._reads.noting(),
+            watching_python(self._outer, heard, caching, self._untouched.left_out, watch, None, variables) as listener,
         ):
-            if notes:
-                beyond.profiled_by(sys.getprofile())
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)
             if tracing is not None and state:
@@ -413,12 +406,6 @@ class DryRun:
         staying = {key for g in self._prepared.grads.read() if g is not None for key in storages(g)}
         tensors = _tensors_in(_leaves_of(result))
         return [t for t in tensors if _is_plain(t) and storage_id(t) not in staying]
-
-
-def _heard(reads: ReadSet, untouched: Touches, frame: FrameType) -> Overlooked | Refusal | None:
-    """A function starts for the first time. What was overlooked of it."""
-    reads.started(frame)
-    return untouched.left_out(frame)
 
 
 def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:

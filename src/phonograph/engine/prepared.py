@@ -11,7 +11,6 @@ from .._torch.dynamic import Leaves
 from ..capture.ddp_reducer import Reducers, around
 from ..capture.effects import Starts
 from ..capture.recording import memory_of
-from ..guards.beyond import Beyond
 from ..guards.snapshot import Snapshot
 from ..memory.spans import Spans
 from ..python.holders import Spot
@@ -33,8 +32,6 @@ class Prepared:
     grads: Grads
     snapshot: Snapshot
     """What the function can reach, before the capture."""
-    beyond: Beyond
-    """What the call reads beyond that: noted while it runs."""
     slots: Slots
     clearance: Clearance
     protected: Spans
@@ -69,10 +66,9 @@ class Prepared:
         if request.terms.concessions.feeds:
             fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.table.gradients.fed)
         grads = Grads(leaves, device.outlives, [t for _, t in reach.gathered if t.is_leaf], fed)
-        beyond = Beyond(reach)
-        snapshot = undo.enter_context(transaction(reach, beyond, grads, device.torch_device))
+        snapshot = undo.enter_context(transaction(reach, grads, device.torch_device))
         if fed is not None:
             fed.stand()
         slots = Slots.of(request)
         protected |= Spans(memory_of(s) for s in slots.shared if s is not None)
-        return cls(grads, snapshot, beyond, slots, clearance, protected, spots, numbers, buckets, reducers.begins())
+        return cls(grads, snapshot, slots, clearance, protected, spots, numbers, buckets, reducers.begins())

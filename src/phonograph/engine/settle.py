@@ -177,7 +177,7 @@ class Settlement:
         if relied is not reach:
             snapshot = Snapshot(relied)
             snapshot.also([*watch.relied_on.values()])
-        snapshot.also(self._prepared.beyond.holders(self._evidence.dials.marks))
+        snapshot.also(reach.packages.after(code.functions, relied.of_others, relied.foreign))
         if code.loggers:
             snapshot.also([levels(code.loggers)])
         return snapshot

@@ -49,7 +49,7 @@ from .._torch import dynamo as torch_dynamo
 from .._torch import modules as torch_modules
 from .._torch import process_groups as torch_process_groups
 from .._torch import tensors as torch_tensors
-from .._torch.dynamic import Leaves, Reading, Table, Thing
+from .._torch.dynamic import Leaves, Reading, Thing
 from .._torch.modes import without_subclasses
 from .._torch.native import Fact
 from ..call.live_function import is_marked
@@ -60,20 +60,13 @@ from ..python.dict_versions import of_class
 from ..python.executed_code import Ran, is_resumed
 from ..python.holders import Holder, Spot, kept
 from ..python.identity import identity, reading_parts
-from ..python.introspection import (
-    MISSING,
-    functions_of,
-    functions_with,
-    has_attributes,
-    is_anothers,
-    is_users_class,
-    own_dict,
-)
+from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
 from ..python.memos import MEMO
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
 from ..python.read_gate import behind_gate
 from ..python.subscripts import TABLES, keys_of_variables
+from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
 from .objects import BUFFERS, BUILTINS, LEAVES, LIMIT, UNNAMED, Enter, Objects, has_more
@@ -114,11 +107,12 @@ class Reach(Objects):
         self.truncated = False  # there was more than could be looked at
         self._ways: dict[type, Enter] = {}  # how to enter an object of this type
         self._functions: list[FunctionType] = []
-        self.cells: set[int] = set()  # identities of variables, of which each is one place in however many closures
+        self._variables: set[int] = set()  # the identities of cells, of which each is one place in however many closures
         self._classes: set[int] = set()
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._given: dict[type, list[tuple[str, FunctionType]]] = {}  # and functions of the user's in these
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
+        self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._class_places: list[tuple[str, type]] = []
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
@@ -132,7 +126,9 @@ class Reach(Objects):
         # Variables of modules that no code names so far, and whether they are to be entered as soon as some does (functions of
         # modules that are far only if they run).
         self._unentered: list[tuple[str, object, bool]] = []
-        self._others: dict[tuple[int, str], tuple[str, ModuleType | type]] = {}  # modules and classes that are not the user's
+        self._others: dict[tuple[int, str], packages.Named] = {}  # modules and classes that are not the user's
+        self.of_others: set[packages.Key] = set()  # the plain values in these that are held
+        self.packages = packages.Packages()
         self._work.extend(self._roots)
         self._work.extend(("a hook", hook) for hook in (*torch_modules.module_hooks(), *torch_modules.optimizer_hooks()))
         self._drain()
@@ -167,8 +163,20 @@ class Reach(Objects):
             self._hold(kept("settings of torch.nn", torch_modules.module_settings))
         if self.optimizers:
             self._hold(kept("hooks of all optimizers", torch_modules.optimizer_hooks, torch_modules.hooks_of_optimizers))
+        others, named = self._others.values(), self.mentions.names
+        following = self.mentions.following
+        values = {v.key: v for v in packages.values_in(others, self.mentions.following_any)}
+        theirs = [v for kind in self.foreign for v in packages.attributes_of(kind, self.mentions.reads)]
+        values |= {v.key: v for v in theirs}
+        self.of_others |= values.keys()
+        for place in packages.together(values.values()):
+            self._hold(place)
+        called = {f.key: f for f in packages.functions_in(others, following)}
+        called |= {f.key: f for f in packages.forwards_of(map(type, modules))}
+        if called:
+            self._hold(packages.as_they_are(called.values()))
         environment = getattr(os.environ, "_data", None)
-        if environment is not None and not self.mentions.names.isdisjoint({"environ", "getenv"}):
+        if environment is not None and not named.isdisjoint({"environ", "getenv"}):
             place = kept("os.environ", lambda: (len(environment), *environment, *environment.values()))
             self._hold(place._replace(named=containers.keyed))
 
@@ -277,12 +285,6 @@ class Reach(Objects):
         return [*self.tensors.values(), *self.made.values()]
 
     @property
-    def spaces(self) -> list[Table]:
-        """The global variables of the user's functions, and of their modules."""
-        modules = (own_dict(module) or {} for module, _ in self._python_modules.values())
-        return [*(space for space, _ in self._spaces.values()), *modules]
-
-    @property
     def found(self) -> Found:
         """By which ways code gets at what the walk has met."""
         hooks = *torch_modules.module_hooks(), *torch_modules.optimizer_hooks()
@@ -372,7 +374,7 @@ class Reach(Objects):
             return
         if identity(thing) in self._seen:
             self.shared.add(identity(thing))
-            if issubclass(kind, (type, ModuleType)) and is_anothers(thing):
+            if issubclass(kind, (type, ModuleType)) and packages.is_anothers(thing):
                 self._of_others(path, thing)  # it has a second name
             self.lends_groups = self.lends_groups or identity(thing) in self._groups
             return
@@ -434,8 +436,8 @@ class Reach(Objects):
                 self._variable_read(f, name, value)
                 if name == "__class__" and isinstance(value, type):
                     self._class_of(value)  # `super()`, which makes no object of it
-                elif identity(cell) not in self.cells:
-                    self.cells.add(identity(cell))
+                elif identity(cell) not in self._variables:
+                    self._variables.add(identity(cell))
                     self._variable_of(name, value, {name})
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:
@@ -576,7 +578,7 @@ class Reach(Objects):
             self._work.append((f"{path}.__getattr__", space.get("__getattr__")))
             if type(module) is not ModuleType:
                 self._class_of(type(module))
-        elif is_anothers(module):
+        elif packages.is_anothers(module):
             self._of_others(path, module)
 
     def _members(self, space: dict[str, Thing], held: set[str], any_of_them: bool, *, deep: bool = True) -> None:
@@ -614,7 +616,7 @@ class Reach(Objects):
         if is_users_class(kind):
             self._class_of(kind)
             self._making(kind)
-        elif is_anothers(kind):
+        elif packages.is_anothers(kind):
             self._of_others(path, kind)
 
     def _of_others(self, path: str, thing: ModuleType | type) -> None:
@@ -624,6 +626,7 @@ class Reach(Objects):
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""
         if kind not in self._kinds:
+            self.foreign |= dict.fromkeys(base for base in kind.__mro__ if packages.is_anothers(base))
             self._kinds[kind] = [base for k in (kind, type(kind)) for base in k.__mro__ if is_users_class(base)]
             others = [f for base in kind.__mro__ if base not in self._kinds[kind] for f in vars(base).items()]
             self._given[kind] = [(n, f) for n, f in others if type(f) is FunctionType and is_users(f.__code__.co_filename)]
@@ -691,7 +694,7 @@ class Reach(Objects):
 
         def read() -> Reading:
             own: Thing = space
-            if not left_out.isdisjoint(own) or behind_gate(gate := own.get("__getattribute__")) is not gate:
+            if not left_out.isdisjoint(own) or behind_gate(own.get("__getattribute__")) is MISSING:
                 now = {n: behind_gate(v) for n, v in own.items() if n not in left_out}
                 own = {n: v for n, v in now.items() if v is not MISSING}
             return (len(own), *own, *own.values())
@@ -756,7 +759,7 @@ def _may_be_module(path: str, space: dict[str, Thing]) -> bool:
     value = space[name]
     if issubclass(type(value), weakref.ProxyTypes):
         return True
-    return not is_anothers(value) if issubclass(type(value), ModuleType) else rest != ""
+    return not packages.is_anothers(value) if issubclass(type(value), ModuleType) else rest != ""
 
 
 def _exactly(kind: type, enter: Enter) -> tuple[type, Enter]:

@@ -1,41 +1,52 @@
-"""What a call reads of the objects in its reach: the names of attributes, and the keys of dictionaries that these hold.
+"""Noting what a call reads of objects, by standing in the way of the reads.
 
-Whoever stands in the way of the reads (`reads.gate`) tells of each. None is missed, and none noted that was read of another
-object; but for compiled code (`torch.compile`), and `object.__getattribute__` where code calls it. A dictionary tells nobody
-what is read of it, nor does a `SimpleNamespace`. But where an attribute holds one, the instructions after the read of the
-attribute do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
+Each read of an attribute goes through the `__getattribute__` of the object's class, whoever reads: code, `getattr` with a name
+that it has worked out, `str.format`, `copy`, C. So for the time of a call the classes of the objects in question have one that
+notes the name. No name is missed, and none is noted that was read of another object.
+
+A dictionary tells nobody what is read of it, nor does a `SimpleNamespace`. But where an attribute holds one, the instructions
+after the read of the attribute do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
+
+Other threads come through the gate as well; what they read is noted too, which does no harm. Reads that do not come through are
+few: compiled code (`torch.compile`), and `object.__getattribute__` where code calls it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .._torch.dynamic import Thing
+from .._torch.dynamo import tells_of_compilation
 from .identity import identity
-from .introspection import MISSING, own_dict
+from .introspection import MISSING
 from .origin import is_torchs
+from .standing import ended, fresh_in_children, standing
 from .subscripts import TABLES, keys_after
 
-__all__ = ["DOORS_FILE", "Reads", "Touching", "behind_gate", "gates", "is_worn_out", "may_be_gated", "opened"]
+__all__ = ["DOORS_FILE", "Reads", "Touching", "behind_gate", "gates", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
 _ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__"})
 # Times that one class is gated: from 3.13 on CPython gives a class 1,000 versions, and looks attributes up slowly after that.
-_MOST = 300 if sys.version_info >= (3, 13) else sys.maxsize
-opened = dict[int, int]()
-"""How often each class was, by identity. (At worst it counts for one that has gone.)"""
+_MOST = 480 if sys.version_info >= (3, 13) else sys.maxsize
+gated = WeakKeyDictionary[type, int]()
+"""How often each class was."""
 _ANY = object()
 _NO_TABLES = frozenset(["__dict__", *vars(torch.nn.Module())])  # dictionaries of which all counts anyway
 _BY_NAME = frozenset({"__getattr__", "__setattr__", "__delattr__"})  # of torch's modules
+_noting = fresh_in_children(threading.Lock())
 gates = dict[object, object]()
 """What stands in classes for the time of a call, and what stood there."""
 # `warnings` leaves frames out whose file has both words in its name.
@@ -50,11 +61,6 @@ def behind_gate(member: Thing) -> Thing:
     return member
 
 
-def is_worn_out(kind: type) -> bool:
-    """Whether a class has been gated as often as it may be."""
-    return opened.get(identity(kind), 0) >= _MOST
-
-
 def may_be_gated(kind: Thing) -> bool:
     """Whether reads of attributes of such objects can be noted."""
     meta: Thing = type(kind)
@@ -63,18 +69,18 @@ def may_be_gated(kind: Thing) -> bool:
     if kind.__getattribute__ is not object.__getattribute__ or issubclass(kind, (type, ModuleType)):
         return False
     if issubclass(kind, torch.nn.Module):
-        return kind.__setattr__ is torch.nn.Module.__setattr__ and not is_worn_out(torch.nn.Module)
-    return kind.__module__.partition(".")[0] not in ("torch", "phonograph") and not is_worn_out(kind)
+        return kind.__setattr__ is torch.nn.Module.__setattr__ and gated.get(torch.nn.Module, 0) < _MOST
+    return kind.__module__.partition(".")[0] not in ("torch", "phonograph") and gated.get(kind, 0) < _MOST
 
 
 class Touching(Protocol):
-    """Is told of reads before they happen. May raise."""
+    """Is told of reads before whoever reads has anything of them. May raise."""
 
     def read(self, value: object, frame: FrameType, name: str) -> None:
-        """An attribute of this name, with this value, is read."""
+        """An attribute of this name gave this value."""
 
     def read_all(self, thing: object, frame: FrameType) -> None:
-        """All attributes of an object are asked for."""
+        """All attributes of an object were asked for."""
 
     def unheard(self) -> None:
         """From now on it is not told of any."""
@@ -86,8 +92,6 @@ class Reads:
     def __init__(self, objects: Iterable[object]) -> None:
         things = [*objects]
         self._kinds = {*filter(may_be_gated, {*map(type, things)})}
-        plain: Thing = (object.__setattr__, torch.nn.Module.__setattr__)
-        self._plainly = {kind for kind in self._kinds if kind.__setattr__ in plain}
         self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
         # By the identities of dictionaries, where attributes with them were read: the code, at which instruction, by what name.
         self._read_at: dict[int, dict[tuple[int, int, str], tuple[CodeType, type]]] = defaultdict(dict)
@@ -100,7 +104,7 @@ class Reads:
     def names(self, thing: object) -> set[str] | None:
         """The names of the attributes that were read of an object, whether or not it has them; None if it may be any."""
         names = self._names.get(identity(thing))
-        return None if names is None or type(thing) not in self._kinds or not _ALL.isdisjoint(names) else names
+        return None if names is None or not _ALL.isdisjoint(names) else names
 
     def knows(self, kind: type) -> bool:
         """Whether reads of such objects were noted."""
@@ -115,64 +119,104 @@ class Reads:
             found[table] = None if _ANY in keys else keys
         return found
 
-    @property
-    def doors(self) -> list[type]:
-        """The classes at which reads have to be heard. (Modules have it from torch's.)"""
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is read while the block runs."""
         modules = {kind for kind in self._kinds if issubclass(kind, torch.nn.Module)}
-        return [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]
+        kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # which they have it from
+        if not _noting.acquire(blocking=False):  # another thread captures
+            self.certain = False
+            if self.touching is not None:
+                self.touching.unheard()
+            yield
+            return
+        locks = [_noting]
+        put = list[tuple[type, str, Thing]]()
 
-    def heard(self, thing: object, name: str, frame: FrameType | None) -> bool:
-        """An attribute is about to be read, by the code of this frame. Whether that is to be heard each time. May raise."""
-        names = self._names.get(identity(thing))
-        if names is None:
-            return False
-        frame = frame or sys._getframe()
-        read = _looked_up(frame) if name == "__dict__" and issubclass(type(thing), torch.nn.Module) else name
-        if self.touching is not None and read in _ALL and read not in names:
-            self.touching.read_all(thing, frame)
-        names.add(read)
-        value = _value_of(thing, read)
-        if self.touching is not None:
-            self.touching.read(value, frame, read)
-        is_table = type(value) in TABLES and read not in _NO_TABLES
-        if is_table:
-            self._read_at[identity(value)][identity(frame.f_code), frame.f_lasti, read] = frame.f_code, type(value)
-        return is_table or self.touching is not None or read is not name
+        def begin(kind: type, name: str, gate: Thing) -> None:
+            gates[gate] = vars(kind).get(name, MISSING)
+            put.append((kind, name, gate))
+            type.__setattr__(kind, name, gate)
 
-    def written(self, thing: object, name: str) -> None:
-        """An attribute is about to be set or deleted. (What a call sets to what it was before counts as well: a replay does not
-        set it. Which attributes a class's own `__setattr__` sets, nobody knows.)"""
-        if (names := self._names.get(identity(thing))) is not None:
-            names.add(name if type(thing) in self._plainly else "__dict__")
+        def end() -> None:
+            while put:
+                kind, name, gate = put[-1]
+                stood = gates.get(gate, MISSING)
+                if vars(kind).get(name) is not gate:
+                    pass  # it has not come there, or has gone
+                elif stood is MISSING:
+                    type.__delattr__(kind, name)
+                else:
+                    type.__setattr__(kind, name, stood)
+                gates.pop(gate, None)  # late: other threads may look at the class
+                put.pop()
 
-    def leaves_out(self, kind: type) -> None:
-        """Reads of objects of this class, and of those derived from it, cannot be heard."""
-        if self.touching is not None:
-            self.touching.unheard()
-        self._kinds = {known for known in self._kinds if not issubclass(known, kind)}
+        def compiles() -> None:
+            self.certain = False
+            end()
+            if self.touching is not None:
+                self.touching.unheard()
 
-    def hears_no_more(self) -> None:
-        """From now on, it is told of nothing."""
-        self.certain = False
-        if self.touching is not None:
-            self.touching.unheard()
+        def undo() -> None:
+            end()
+            self.touching = None
+            while locks:
+                locks.pop().release()
+
+        with standing(undo), ended(tells_of_compilation(compiles)):
+            for kind, sets in [(kind, kind.__setattr__) for kind in kinds]:  # one may derive from another
+                begin(kind, "__getattribute__", self._gate())
+                if kind is not torch.nn.Module:  # whose writes say what they write
+                    begin(kind, "__setattr__", self._gate_of_writes(sets))
+            gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
+            yield
+
+    def _gate(self) -> Thing:
+        found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__
+        touching = self.touching
+
+        def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
+            names = found.get(identity(thing))
+            if names is None:
+                return get(thing, name)
+            if name not in names:
+                by_torch = name == "__dict__" and issubclass(type(thing), module)
+                read = _looked_up(_reader()) if by_torch else {name}
+                if touching is not None and not _ALL.isdisjoint(read):
+                    touching.read_all(thing, _reader())
+                names |= read
+            value = get(thing, name)
+            if touching is not None:
+                touching.read(value, _reader(), name)
+            if type(value) in TABLES and name not in _NO_TABLES:
+                frame = _reader()
+                at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code, type(value)
+            return value
+
+        return __getattribute__
+
+    def _gate_of_writes(self, put: Thing) -> Thing:
+        """(What a call sets to what it was before counts as well: a replay does not set it. Which attributes a class's own
+        `__setattr__` sets, nobody knows.)"""
+        found, plainly = self._names, put is object.__setattr__
+
+        def __setattr__(thing: object, name: str, value: object) -> None:  # noqa: N807
+            if (names := found.get(identity(thing))) is not None:
+                names.add(name if plainly else "__dict__")
+            put(thing, name, value)
+
+        return __setattr__
 
 
-def _value_of(thing: Thing, name: str) -> object:
-    """What an object has by this name, in its dictionary, in a slot or in its class, before anybody is asked for it."""
-    value = dict.get(own_dict(thing) or {}, name, MISSING)
-    if value is not MISSING:
-        return value
-    value = next((found for base in type(thing).__mro__ if (found := vars(base).get(name, MISSING)) is not MISSING), MISSING)
-    if type(value) is not MemberDescriptorType:
-        return MISSING if hasattr(type(value), "__get__") else value  # (what a function reads is heard where it runs)
-    try:
-        return value.__get__(thing)
-    except AttributeError:
-        return MISSING
+def _reader() -> FrameType:
+    """The frame of the code that reads, perhaps through the doors of others."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == DOORS_FILE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
-def _looked_up(frame: FrameType) -> str:
+def _looked_up(frame: FrameType) -> set[str]:
     """What code reads of a module of which it has asked for all attributes. Torch's own looks up where a name belongs."""
     by_name = frame.f_code.co_name in _BY_NAME and is_torchs(frame.f_code.co_filename)
-    return str(frame.f_locals["name"]) if by_name else "__dict__"
+    return {frame.f_locals["name"]} if by_name else {"__dict__"}

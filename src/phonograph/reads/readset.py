@@ -18,7 +18,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from inspect import CO_OPTIMIZED
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
 from typing import NamedTuple
@@ -26,15 +25,13 @@ from typing import NamedTuple
 import torch
 
 from .._torch.dynamic import Reading, Table, Thing
-from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
-from ..python.bytecode import has_instruction, matches, used_in
+from ..python.bytecode import has_instruction, used_in
 from ..python.identity import identity
 from ..python.introspection import MISSING, functions_with, own_dict
-from ..python.read_gate import Reads
 from ..python.variable_loads import globals_of
 from . import values
-from .gate import ALL, DOORS, PAST, Gate, before_doors
+from .gate import ALL, DOORS, PAST, Gate
 from .place import (
     CONSTANTS,
     Place,
@@ -45,10 +42,8 @@ from .place import (
     cell,
     constants_of,
     imported,
-    in_class,
     klass,
     member,
-    module_of,
     mro_of,
     of_class_alone,
     registered,
@@ -57,16 +52,14 @@ from .place import (
     vars_of,
     what_stays,
 )
-from .whose import OURS, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module, worth_hearing
+from .whose import OURS, STDLIB, TORCH, USER, is_apart, is_worth_hearing, name_of, whose, whose_class, whose_module
 
 __all__ = ["ReadSet"]
 
 _REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
 _CELLS = frozenset({"__closure__", "cell_contents"})
-_UNCHANGING = CONSTANTS | {OpOverload, OpOverloadPacket}  # objects that nobody changes
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
 _IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
-_ASKS = frozenset({"isinstance", "issubclass"})
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -85,10 +78,6 @@ class ReadSet:
         """What is `apart` somebody else looks after, with all that it holds, and all tensors: of that only its classes count
         here, and what is reached through it. Somebody else may tell of starts (see `Gate`)."""
         self._apart = {identity(thing): thing for thing in apart}
-        self.stand_ins = set[int]()
-        """The identities of objects that stand in for others during the call: what holds for what is apart holds for them."""
-        self.names: Reads | None = None
-        """Who is to be told what is read of objects, by name."""
         self._hears_starts = hears_starts
         self.reads: dict[tuple[int, object], Read | None] = {}
         self.refused = list[str]()
@@ -104,7 +93,6 @@ class ReadSet:
         self.users_names = set[str]()
         """Names and texts in the user's code that has run."""
         self._names = set[str]()  # in that of packages as well
-        self._led = set[tuple[int, str]]()  # attributes of what is apart that are known to lead on
         self._silent = dict[type, None]()  # classes of which all is read, and that are not held whole
         self._whole = False
         self._replaced = list[object]()
@@ -114,10 +102,6 @@ class ReadSet:
         self._ways = set[str]()  # of reflection, that code names
         self._functions: defaultdict[int, list[FunctionType]] = defaultdict(list)
         self._started, self._within = set[int](), set[int]()  # code that has run, and code of functions made by it
-        self._abstract = False  # whether an abstract class was read
-        self._asks_kinds = False  # whether code that is neither torch's nor Python's own may ask of which class something is
-        self._entered = set[int]()  # global variables, of which the classes are heard
-        self._bodies = set[tuple[object, str]]()  # of classes, that have run: in which module, and by which name
         self._work, self._works = deque[tuple[object, str]](), False
         self._gate: Gate
 
@@ -138,8 +122,6 @@ class ReadSet:
         self._strays.clear()
         self._gate.forget()
         del self._gate
-        if self.names is not None:
-            self.names.touching = None
         known, self.reads = self.reads, {**self.reads}
         known.clear()
         if self._apart:
@@ -154,16 +136,14 @@ class ReadSet:
         self._gate.profiled_by(profile)
 
     def _begin(self, roots: tuple[object, ...]) -> None:
-        for module in worth_hearing():
-            self._gate.opens_module(module)
+        for module in [*sys.modules.values()]:
+            if type(module) is ModuleType and is_worth_hearing(module):
+                self._gate.opens_module(module)
         for thing in self._apart.values():
             if type(thing) is FunctionType:
                 self._functions[identity(thing.__code__)].append(thing)
         for kind in {*map(type, self._apart.values())}:
             self._class(kind, whole=False)
-        for kind in self.names.doors if self.names is not None else ():
-            if self.names is not None and not self._gate.opens(kind):
-                self.names.leaves_out(kind)
         for root in roots:
             self.value(root, name_of(root))
 
@@ -225,8 +205,6 @@ class ReadSet:
                 for name in stray.names:
                     self._of_object(thing, name)
         self._named_of_classes()
-        if self._abstract and self._asks_kinds:
-            self.note(registered())
         for key, read in [*self.reads.items()]:
             if read is not None:
                 self._left(key, read, read.place.get())
@@ -319,10 +297,7 @@ class ReadSet:
         self._class(kind, whole=False)
 
     def _class(self, kind: type, *, whole: bool) -> None:
-        if whole:
-            self._open_if_made(kind)
-        else:
-            self._open(kind)
+        self._open(kind)
         for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
             if whose_class(base) in (TORCH, STDLIB, OURS):
                 self._silent.update({base: None} if whole else {})
@@ -330,16 +305,12 @@ class ReadSet:
             self.note(klass(base, base.__qualname__, whole=whole))
             if self._apart and not whole:
                 self.note(constants_of(base, base.__qualname__), relied=False)
-        self._abstract = self._abstract or (whole and "_abc_impl" in vars_of(kind))
+        if whole and "_abc_impl" in vars_of(kind):
+            self.note(registered())
         if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
             kinds: list[type] = type.__subclasses__(kind)
             self._work.extend((below, below.__qualname__) for below in kinds)
             self._drain()
-
-    def _open_if_made(self, kind: type) -> None:
-        """Hear of objects of a class of which none was met, unless the call may be making it: who makes it asks what it has."""
-        if (module_of(kind), kind.__name__) not in self._bodies:
-            self._open(kind)
 
     def _function(self, f: FunctionType, path: str) -> None:
         if is_marked(f):
@@ -378,19 +349,14 @@ class ReadSet:
     # -- what the gate hears
 
     def has_read(self, thing: Thing, name: str, frame: FrameType | None) -> None:
-        again = self.names is not None and self.names.heard(thing, name, frame)
         by, kind = USER if frame is None else whose(frame.f_code.co_filename), type(thing)
         of_module = ModuleType in mro_of(kind)
-        if of_module and by in (TORCH, OURS) and frame is not None:
-            self._gate.deaf[identity(frame.f_code)] = frame.f_code
-        if name == "__class__" or OURS in (by, _for_whom(frame)):
+        if name == "__class__" or by == OURS:
             return
         if of_module:
             self._of_module(thing, name, by)
         elif not (by == TORCH and name == "__dict__") and (by not in (TORCH, STDLIB) or not is_apart(kind)):
-            self._of_object(thing, name, again=again)
-        elif not again and identity(thing) in self._apart and in_class(kind, name) is MISSING:
-            self._of_apart(thing, name, again=False)  # of its class there is nothing that others could read
+            self._of_object(thing, name)
 
     def _of_module(self, module: Thing, name: str, by: str) -> None:
         space = own_dict(module) or {}
@@ -411,13 +377,10 @@ class ReadSet:
             self._paths[identity(thing)] = path
             self._kept.append(thing)
 
-    def _of_object(self, thing: Thing, name: str, *, relied: bool = True, again: bool = False) -> None:
-        """An attribute is read, or written if it is not relied on. Whether that is to be heard again."""
+    def _of_object(self, thing: Thing, name: str, *, relied: bool = True) -> None:
         key = identity(thing)
-        if key in self._apart or key in self.stand_ins:
-            self._of_apart(thing, name, again=again)
-            return
-        if values.is_held_in_bulk(type(thing)):
+        if key in self._apart:
+            self._of_apart(thing, name)
             return
         if key not in self._paths:
             self._stray(thing, name)
@@ -427,22 +390,15 @@ class ReadSet:
         if name not in DOORS:
             self.note(attribute(thing, name, f"{self._paths[key]}.{name}"), relied=relied)
 
-    def _of_apart(self, thing: Thing, name: str, *, again: bool) -> None:
+    def _of_apart(self, thing: Thing, name: str) -> None:
         """Of an object that somebody else looks after: what its class has from others, and where the attribute leads."""
-        key = identity(thing), name
-        if key in self._led:
-            return
-        self._led.add(key)
-        if not again:
-            self.reads[key] = None
+        self.reads[identity(thing), name] = None
         kind = type(thing)
         owner = next((base for base in mro_of(kind) if name in vars_of(base)), None)
         if owner is not None and name not in DOORS and whose_class(owner) not in (USER, STDLIB, OURS):
             self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
         value = dict.get(own_dict(thing) or {}, name, MISSING)
-        stray = self._strays.get(identity(value))
-        own = type(value) in values.PURE | CONSTANTS or (stray is not None and stray.made)
-        if not own and identity(value) not in self._paths:
+        if type(value) not in values.PURE | CONSTANTS and identity(value) not in self._paths:  # (those are the call's own)
             self.value(value, f"{kind.__name__}.{name}")
 
     def _stray(self, thing: Thing, name: str) -> None:
@@ -462,13 +418,11 @@ class ReadSet:
 
     def _open(self, kind: type) -> bool:
         """Whether what is read of objects of this class is heard from now on. (Of what is held in bulk nothing need be.)"""
-        apart = kind in _UNCHANGING or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
+        apart = kind in CONSTANTS or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
         return not apart and self._gate.opens(kind)
 
     def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
         key = identity(thing)
-        if self.names is not None:
-            self.names.written(thing, name)
         if frame is not None and whose(frame.f_code.co_filename) == USER:
             self.set_by_users.add((key, name))
         if ModuleType in mro_of(type(thing)) and (space := own_dict(thing)) is not None:
@@ -481,7 +435,7 @@ class ReadSet:
         if ModuleType in mro_of(type(thing)):
             self.note(member(thing, name, f"{self._paths[identity(thing)]}.{name}"), relied=False)
         elif frame is None or whose(frame.f_code.co_filename) != OURS:
-            self._of_object(thing, name, relied=False, again=self.names is not None)
+            self._of_object(thing, name, relied=False)
 
     def reads_past(self, thing: Thing) -> None:
         self._known(thing, type(thing).__name__)
@@ -489,17 +443,13 @@ class ReadSet:
 
     def hears_no_more(self) -> None:
         self.certain = False
-        if self.names is not None:
-            self.names.hears_no_more()
 
     def starts(self, code: CodeType, frame: FrameType) -> bool:
         by = whose(code.co_filename)
-        if not code.co_flags & CO_OPTIMIZED:
-            self._bodies.add((frame.f_globals.get("__name__"), code.co_name))
         if code.co_name in _IMPORTS and by == STDLIB:
             self._imports(frame)
             return True
-        if by in (TORCH, OURS) or str(frame.f_globals.get("__name__")).startswith("namedtuple_"):
+        if by in (TORCH, OURS):
             return False
         self._started.add(identity(code))
         self._kept.append(code)
@@ -510,9 +460,8 @@ class ReadSet:
             self._absent(code)
             self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
             self._space(code, frame.f_globals)
-        ours = by == STDLIB and _for_whom(frame) in (TORCH, OURS)
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            self._argument(frame.f_locals.get(name), ours=ours)
+            self._argument(frame.f_locals.get(name))
         return False
 
     def _run_by(self, code: CodeType, by: str) -> list[FunctionType]:
@@ -522,15 +471,11 @@ class ReadSet:
             return known
         return functions_with(code)
 
-    def _argument(self, value: Thing, *, ours: bool) -> None:
-        """A function is called with this, perhaps one of Python's own by torch or by us. (It is heard the first time only.)"""
-        if type not in mro_of(type(value)):
+    def _argument(self, value: Thing) -> None:
+        if type in mro_of(type(value)):
+            self.value(value, value.__qualname__)
+        else:
             self._open(type(value))
-            return
-        before = self._abstract
-        self.value(value, value.__qualname__)
-        if ours:
-            self._abstract = before
 
     def _absent(self, code: CodeType) -> None:
         """Modules that code imports, and that are not there: no door hears of those. What imports may be another as well."""
@@ -563,7 +508,6 @@ class ReadSet:
         self._globals(code, space)
         named = {*code.co_names, *(c for c in code.co_consts if type(c) is str)}
         self._names |= named
-        self._asks_kinds = self._asks_kinds or matches(code) or not named.isdisjoint(_ASKS)
         self.users_names |= named if whose(code.co_filename) == USER else set()
         if not named.isdisjoint(PAST):
             self._hold_whole()
@@ -573,13 +517,11 @@ class ReadSet:
         for name in code.co_names:
             if name.partition(".")[0] in sys.modules:
                 self._may_import(name)
-        if code.co_name == "<module>" or identity(space) in self._entered:
+        if code.co_name == "<module>":
             return
-        self._entered.add(identity(space))
-        self._kept.append(space)
         for value in [*space.values()]:
             if type in mro_of(type(value)) and vars_of(value).get("__module__") == space.get("__name__"):
-                self._open_if_made(value)
+                self._open(value)
 
     def _may_import(self, name: str) -> None:
         """Hear what is read of the modules of this name, though they are torch's or Python's own."""
@@ -599,16 +541,6 @@ class ReadSet:
         for thing in kept:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
-
-
-def _for_whom(frame: FrameType | None) -> str:
-    """Whose code it is that runs in a frame, or has called Python's own that does."""
-    while frame is not None and (by := whose(frame.f_code.co_filename)) in (STDLIB, OURS):
-        before = before_doors(frame)
-        if by == OURS and before is frame:
-            return OURS
-        frame = frame.f_back if before is frame else before
-    return USER if frame is None else whose(frame.f_code.co_filename)
 
 
 def _shown(value: tuple[object, ...]) -> str:
