@@ -22,7 +22,6 @@ __all__ = [
     "TorchDispatchMode",
     "autocast_is_on",
     "below_autograd",
-    "current_mode",
     "default_device",
     "dispatch_modes",
     "following_views",
@@ -103,13 +102,6 @@ def default_device() -> torch.device | None:
 
 
 _modes: Callable[[], list[object]] = getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list)
-
-
-def current_mode() -> object:
-    """The dispatch mode that operators are shown to first, or None."""
-    modes = _modes()
-    return modes[-1] if modes else None
-
 
 _BATCHED = [f for n in ("is_batchedtensor", "is_legacy_batchedtensor") if (f := getattr(torch._C._functorch, n, None))]
 

@@ -1,6 +1,6 @@
 """Dispatch mode below autograd that sees every operator of a captured call.
 
-`OperatorWatch` is a dispatch mode. It collects the outside tensors that operators read and write. It refuses operators
+`OperatorWatch` is a `TorchDispatchMode`. It collects the outside tensors that operators read and write. It refuses operators
 that cannot be captured *before* they run: a refused capture then ends in good order, and not with an invalidated stream.
 Effects of Python code are the business of `python_events`.
 
@@ -22,7 +22,7 @@ import torch
 
 from .._torch.dynamic import Args, Kwargs, Leaves, Thing
 from .._torch.dynamo import not_compiled_by_itself
-from .._torch.modes import below_autograd, resolves_again, without_modes
+from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, without_modes
 from .._torch.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -33,7 +33,6 @@ from .._torch.operators import (
     numbers_in_place_of_tensors,
 )
 from .._torch.process_groups import coalescing, stop_coalescing, waits_by_itself
-from .._torch.products import WatchMode
 from .._torch.tensors import are_fake, has_memory, is_valueless, kind_of, makes_fakes, say_themselves, storage_id
 from ..aten import operators
 from ..aten.autocast import Casts
@@ -74,14 +73,14 @@ _STRIDED = torch.strided
 _GOES_ON = object()  # as an answer: there is none
 
 
-class OperatorWatch(WatchMode, ControlFlow, HostNumbers, Exports):
+class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
     """Observer of every operator of one call on one device."""
 
     calls_operators = False
     """Whether a replay calls them, rather than what they have launched."""
 
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
-        WatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         CallMemory.__init__(self, reach, slots, borrowed)
         Refusals.__init__(self)
         RandomStates.__init__(self, reach)

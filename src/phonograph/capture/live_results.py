@@ -18,10 +18,9 @@ import torch
 
 from .._torch.autograd import bump
 from .._torch.dynamic import Args, Kwargs, Leaves, Reading, Thing
-from .._torch.modes import below_autograd, resolves_again, transformed, without_modes
+from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, transformed, without_modes
 from .._torch.operators import OpOverload, carried_out, is_higher_order, numbers_in_place_of_tensors
 from .._torch.process_groups import stands_for_work
-from .._torch.products import WatchMode
 from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, storage_id
 from ..aten.autocast import Casts
 from ..aten.collectives import LEAVE_VERSIONS, called, communicates
@@ -296,7 +295,7 @@ class Notes:
         return [_Seen.of(name, t) for name, t in reached if not t.is_inference() and written.isdisjoint(storages(t))]
 
 
-class _Noting(WatchMode):
+class _Noting(TorchDispatchMode):
     def __init__(self, notes: Notes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes = notes

@@ -24,8 +24,8 @@ from torch.fx.passes.split_module import split_module
 
 from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.dynamo import depends_on_data, fake_mode_of, unbacked
+from .._torch.modes import TorchDispatchMode
 from .._torch.operators import OpOverload, OpOverloadPacket
-from .._torch.products import WatchMode
 from .._torch.tensors import storage_id
 from ..aten import operators
 from ..errors import Refusal
@@ -180,7 +180,7 @@ class _Seen:
     gives: set[int] = field(default_factory=set)
 
 
-class _Looking(WatchMode):
+class _Looking(TorchDispatchMode):
     """Notes the operators of the node that runs."""
 
     def __init__(self) -> None:

@@ -6,10 +6,8 @@ import ctypes
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import phonograph as pg
-from phonograph._torch.products import WatchMode
 from phonograph.testing import assert_same
 from tests.helpers import assert_replays, counts, may_run_live, plain, side_by_side
 
@@ -64,70 +62,6 @@ def test_c01_operators_that_ask_for_which_tensors_gradients_are_wanted(device, k
             both(torch.randn(size, device=device))
         for _ in range(4):
             assert_replays(both, torch.randn(size, device=device))
-
-
-BATCHES = {
-    "the second": lambda a, b: a @ b,
-    "the first": lambda a, b: b.mT @ a.mT,
-    "by name": lambda a, b: torch.linalg.matmul(a, b),
-    "into": lambda a, b: torch.matmul(a.detach(), b, out=a.new_empty(5, 3, 6)),
-    "vectors": lambda a, b: torch.linalg.vecdot(a, b.mT[:, :1]),
-    "under autocast": lambda a, b: _autocast(lambda: a @ b, a.device),
-    "none": lambda a, b: a[:0] @ b,
-}
-
-
-def _autocast(made, device):
-    with torch.autocast(device.type, torch.bfloat16):
-        return made()
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("kind", BATCHES)
-def test_c01_a_batch_of_one_matrix(device, kind, trained):
-    """Under any dispatch mode torch folds it into one product of matrices, whose last bits are others on a GPU."""
-    torch.manual_seed(3)
-    b = torch.randn(1, 4, 6, device=device)
-
-    def step(a):
-        made = BATCHES[kind](a, b)
-        return (made, *torch.autograd.grad(made.float().square().sum(), a)) if made.requires_grad else made
-
-    both = side_by_side(lambda: step)
-    for i in range(6):
-        given = torch.randn(5, 3, 4, device=device, requires_grad=trained)
-        (both if i < 2 else lambda x: assert_replays(both, x))(given)
-
-
-class _Names(WatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("wants", [False, True])
-@pytest.mark.parametrize("kind", BATCHES)
-def test_c01_a_product_takes_the_way_that_it_takes_live(kind, wants):
-    a, b = torch.randn(5, 3, 4), torch.randn(1, 4, 6, requires_grad=wants and kind != "into")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as live:
-        BATCHES[kind](a, b)
-    with _Names() as seen:
-        BATCHES[kind](a, b)
-    products = {"mm", "bmm"}
-    assert {n for n in seen.names if n in products} == {e.name.removeprefix("aten::") for e in live.events()} & products
-
-
-def test_c01_a_product_under_vmap_and_under_others_modes():
-    a, b = torch.randn(2, 5, 3, 4), torch.randn(1, 4, 6)
-    with _Names():
-        assert_same(torch.vmap(lambda x: x @ b)(a), torch.vmap(lambda x: x @ b)(a))
-    with _Names() as outer, FlopCounterMode(display=False):
-        a[0] @ b
-    assert {"mm", "bmm"} & {*outer.names} == {"mm"}, "another's mode sees what torch shows it"
 
 
 def test_c01_an_argument_that_requires_a_gradient_in_inference_mode(device):

@@ -19,8 +19,8 @@ from functools import cache, partial
 import torch
 
 from ..._torch.dynamic import Args, Kwargs, Private
+from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import OpOverload, bindings
-from ..._torch.products import WatchMode
 from ...guards.sameness import same
 from ...python.identity import identity
 
@@ -82,7 +82,7 @@ class _Other(RuntimeError):
     """Another call than the one listened for."""
 
 
-class _Listener(WatchMode):
+class _Listener(TorchDispatchMode):
     """Hears which operator a spelling calls, and answers as if it had run."""
 
     @classmethod

@@ -16,8 +16,8 @@ from types import FrameType
 import torch
 
 from ..._torch.dynamic import Args, Kwargs
+from ..._torch.modes import TorchDispatchMode
 from ..._torch.operators import OpOverload
-from ..._torch.products import WatchMode
 from ...capture.recording import BEGINS_ANEW
 from ...python.origin import is_ours
 from ...state.rng import reset
@@ -115,7 +115,7 @@ class _Begins(Exception):
     """A seed would be drawn."""
 
 
-class _Asking(WatchMode):
+class _Asking(TorchDispatchMode):
     """Lets a network run up to where it would do something."""
 
     buffer: torch.Tensor | None = None
