@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import weakref
 
 import pytest
 import torch
@@ -56,6 +57,16 @@ def test_they_are_listed_only_where_there_are_new_ones(monkeypatch):
     memos.of_packages()
     assert listed == [1]
     del memo
+
+
+def test_no_other_code_has_the_identity_of_that_of_a_function_which_has_gone():
+    memos, function = Memos(), of_package()
+    memo, code = functools.lru_cache(function), weakref.ref(function.__code__)
+    named = identity(function.__code__)
+    assert named in memos.of_packages()
+    del memo, function
+    gc.collect()
+    assert named not in memos.of_packages() or code() is not None
 
 
 def test_functions_of_torchs_and_of_the_users_are_left_out():

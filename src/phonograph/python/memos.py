@@ -66,14 +66,14 @@ class Memos:
 
     def __init__(self) -> None:
         self._all: dict[int, weakref.ref[object]] = {}
-        self._codes: frozenset[int] = frozenset()
+        self._codes: dict[int, CodeType | None] = {}  # by identity, and kept: no other code may come to have that meanwhile
         self._references = -1  # to their type when they were listed, less those of them that have gone since
         self._lock = threading.RLock()
 
     def of_packages(self) -> Set[int]:
         """The identities of the code of packages' functions that may keep tensors."""
         self._list()
-        return self._codes
+        return self._codes.keys()
 
     def keeper(self, is_meant: Callable[[torch.Tensor], bool]) -> object:
         """One that keeps such a tensor; None if there is none."""
@@ -89,7 +89,8 @@ class Memos:
                 return
             found = [x for x in gc.get_objects() if type(x) is MEMO]
             self._all = {identity(memo): weakref.ref(memo, self._gone) for memo in found}
-            self._codes = frozenset(identity(_code_of(memo)) for memo in found if _may_keep_tensors(memo))
+            codes = [_code_of(memo) for memo in found if _may_keep_tensors(memo)]
+            self._codes = {identity(code): code for code in codes}
             self._references = sys.getrefcount(MEMO)
 
     def _gone(self, ref: weakref.ref[object]) -> None:
