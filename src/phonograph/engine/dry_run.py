@@ -297,6 +297,8 @@ class DryRun:
                 told = self._refused
                 noticed = told if isinstance(e, Refusal) else (*told, *filter(None, [listener.overlooked]))
                 if noticed and noticed[0] is not e and isinstance(e, Exception) and not isinstance(e, Overlooked):
+                    for one in (*noticed, e):
+                        one.__traceback__ = None  # which would keep what the capture has made, in a cycle
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
         return result, [*zip(stands, state, strict=True)], listener

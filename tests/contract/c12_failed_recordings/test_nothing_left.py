@@ -167,6 +167,29 @@ def test_c12_memory_of_failed_recordings_is_given_back(device):
 
 
 @may_run_live
+def test_c12_what_a_refused_call_has_made_goes_without_the_collector(device):
+    """Here an operator catches the refusal, and asks for the number in another way."""
+
+    def call():
+        bad = pg.record(lambda x: torch.cat([x * i for i in range(5)]) * x.sum().item() * 2, warmup=1)
+        for _ in range(3):
+            bad(torch.ones(10, device=device))
+
+    call()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        call()
+        gc.collect()
+        assert [x.shape for x in gc.garbage if isinstance(x, torch.Tensor)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@may_run_live
 def test_c12_held_outputs_survive_a_failed_recording(device):
     good = plain(lambda x: x * 2, hold=True)
     for n in range(4):
