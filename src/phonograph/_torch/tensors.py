@@ -42,6 +42,7 @@ __all__ = [
     "owners",
     "say_themselves",
     "says_history",
+    "says_version",
     "storage_at",
     "storage_id",
     "tensor_check",
@@ -102,6 +103,15 @@ def is_leaf(t: torch.Tensor) -> bool:
     say what it is, but raises: it is none."""
     try:
         return t.is_leaf
+    except RuntimeError:
+        return False
+
+
+def says_version(t: torch.Tensor) -> bool:
+    """Whether torch says how often a tensor was written, which it does not count in inference mode: of one that was made there,
+    and got the memory of one that was not (`t.data = u`), it says neither."""
+    try:
+        return t.is_inference() or t._version >= 0
     except RuntimeError:
         return False
 

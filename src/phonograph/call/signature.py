@@ -20,7 +20,7 @@ from .._torch.autograd import saved_tensors_hooks, takes_no_gradient
 from .._torch.dynamic import Leaves, Reading, Thing
 from .._torch.modes import default_device, dispatch_modes, function_modes, is_batched, is_traced
 from .._torch.settings import fp32_precision, kept_settings, kernel_getters, kernel_setter, state_guard
-from .._torch.tensors import has_memory, is_freed, is_leaf, is_shape, kind_of, says_history
+from .._torch.tensors import has_memory, is_freed, is_leaf, is_shape, kind_of, says_history, says_version
 from ..aten.autocast import USED_WHEN_ON, autocast, set_autocast
 from ..memory.loans import Borrowed, plain
 from ..memory.pool import copy_of
@@ -243,6 +243,8 @@ def tensor_key(t: torch.Tensor) -> tuple[object, ...]:
         raise NoSignature("takes a tensor with attributes of its own", "pass t.view_as(t), and the attributes by themselves")
     if not is_leaf(t) and not says_history(t):
         raise NoSignature("takes a view made without gradients, whose base was written since", "pass a clone of it")
+    if not says_version(t):
+        raise NoSignature("takes a tensor of inference mode with the memory of another (.data = …)", "pass a clone of it")
     if type(t) is torch.Tensor and has_gradient_or_hooks(t):
         raise NoSignature("takes a tensor that has a gradient or hooks", "pass the same leaf tensor each time, or a view of it "
                           "(t.view_as(t))")  # fmt: skip

@@ -7,7 +7,7 @@ import sys
 
 from .._torch.modules import parametrizations_are_cached
 from .._torch.process_groups import coalesces
-from .._torch.tensors import has_memory, is_leaf, is_shape, says_history
+from .._torch.tensors import has_memory, is_leaf, is_shape, says_history, says_version
 from ..call.signature import Call
 from ..errors import Refusal
 from ..guards import fsdp_state as shards
@@ -76,11 +76,14 @@ def _questions(reach: Reach, call: Call, traced: bool) -> None:
 
 
 def _gradients(reach: Reach) -> None:
-    """Gradients that no recording can leave in their place."""
+    """Gradients that no recording can leave in their place, and tensors of which torch does not say enough."""
     for name, t in reach.all_tensors:
         if not is_leaf(t) and not says_history(t):
             raise Refusal(f"can reach {name}, a view made without gradients, whose base was written since",
                           "make it a clone, or write its base under torch.no_grad()", this_call=True)  # fmt: skip
+        if not says_version(t):
+            raise Refusal(f"can reach {name}, a tensor of inference mode with the memory of another (.data = …)",
+                          "write into it (copy_), or put a new tensor in its place", this_call=True)  # fmt: skip
         if is_leaf(t) and t.grad is not None and not all(has_memory(g) or is_shape(g) for g in parts(t.grad)):
             raise Refusal(f"works with a gradient that is not dense (that of {name})", "use dense gradients (sparse=False)")
     if reach.looks_at_gradients and (name := reach.trained_elsewhere):

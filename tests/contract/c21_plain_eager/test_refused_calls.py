@@ -407,3 +407,26 @@ def test_c21_a_view_of_which_torch_does_not_say_where_it_comes_from_as_an_argume
     for _ in range(4):
         assert_same(g(_untold(device)), (_untold(device).detach() * 2))
     assert "takes a view made without gradients, whose base was written since" in reasons(g)
+
+
+def _uncounted(device):
+    """A tensor of which torch says neither that it is one of inference mode, nor how often it was written."""
+    with torch.inference_mode():
+        t = torch.zeros(3, device=device)
+    t.data = ramp(device, 3)
+    return t
+
+
+def test_c21_a_tensor_of_inference_mode_with_the_memory_of_another_in_reach(device):
+    state = {"kept": _uncounted(device)}
+    g = pg.record(lambda x: state["kept"].sum() + x, keep="always")
+    for n in range(4):
+        assert_same(g(ramp(device, 3, start=n)), state["kept"].sum() + ramp(device, 3, start=n))
+    assert "can reach state.kept, a tensor of inference mode with the memory of another" in reasons(g)
+
+
+def test_c21_a_tensor_of_inference_mode_with_the_memory_of_another_as_an_argument(device):
+    g = pg.record(lambda x: x * 2, keep="always")
+    for _ in range(4):
+        assert_same(g(_uncounted(device)), _uncounted(device) * 2)
+    assert "takes a tensor of inference mode with the memory of another" in reasons(g)
