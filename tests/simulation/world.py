@@ -44,6 +44,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
+from phonograph._torch.tensors import says_version
 
 __all__ = ["Ran", "World"]
 
@@ -266,7 +267,8 @@ class Portrait:
         start = t.untyped_storage().data_ptr()
         shared = self._storages.setdefault(start, path) if start else ""
         self._found[path] = *kind, shared, str(t.detach().tolist())  # (a text: no number is equal to NaN)
-        if t.is_leaf and not t.is_inference() and not path.endswith(".grad") and not (".state[" in path and not t.dim()):
+        counted = says_version(t) and not t.is_inference()
+        if t.is_leaf and counted and not path.endswith(".grad") and not (".state[" in path and not t.dim()):
             before = self._versions.get(path, (None, 0))
             self._found[f"{path}: written"] = before[0] is not None and before[0]() is t and before[1] != t._version
             self._versions[path] = weakref.ref(t), t._version

@@ -520,7 +520,7 @@ def test_c08_how_much_a_replay_looks_at_does_not_grow_with_parameters(device, mo
             for _ in range(3):
                 twins.ours.step(x)
             looks.over(twins.ours.step)
-            found[layers] = max(looks.of(twins.ours.step, x) for _ in range(8))
+            found[layers] = max(looks.of(twins.ours.step, x) for _ in range(40))  # (not all look at all that takes turns)
     assert len({*found.values()}) == 1, found
 
 
@@ -553,7 +553,7 @@ def test_c08_a_leaf_that_is_no_parameter_does_not_have_all_gradients_looked_at(d
             for _ in range(10):
                 recorded(x)
             looks.over(recorded)
-            found[layers] = max(looks.of(recorded, x) for _ in range(8))
+            found[layers] = max(looks.of(recorded, x) for _ in range(40))
     assert len({*found.values()}) == 1, found
 
 
