@@ -89,7 +89,10 @@ class World:
         with warnings.catch_warnings(), _no_failures_of_our_own(), _modes_put_back():
             warnings.simplefilter("ignore")
             exec(compile(text, name, "exec"), self.space)
-        stats = [pg.stats(f) for f in self.functions]
+        stats = []
+        for f in self.functions:
+            with contextlib.suppress(TypeError):  # a module that was reset is not recorded any more
+                stats.append(pg.stats(f))
         return Ran(self.turns, sum(s.recorded for s in stats), sum(s.replayed for s in stats))
 
     # -- what a program calls
@@ -100,7 +103,7 @@ class World:
         try:
             yield
         except Exception as error:
-            words = re.sub("version [0-9]+", "version", str(error).partition("\n")[0])
+            words = re.sub("version [0-9]+|0x[0-9a-f]+", "…", str(error).partition("\n")[0])
             said = f"{type(error).__qualname__}: {words}"
         if said is not None:
             self._drop_gradients()
