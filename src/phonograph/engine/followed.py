@@ -54,6 +54,7 @@ def check_numbers(request: Request, evidence: Evidence) -> None:
     for leaf in leaves:
         if isinstance(leaf, Followed):
             dials.hands_out(leaf)
+    dials.left_in(evidence.behaviour.returned.all_containers())
     code, training = evidence.behaviour.code, all(m.training for m in reach.modules)
     judged(dials, code.functions, code.sets_hooks, () if code.known is not None else reach.met, training)
     if any(part.may_read(dials.wide) for part in captured.watch.parts):

@@ -53,6 +53,10 @@ class Returned(NamedTuple):
         written = tuple([i for i, c in enumerate(built) if isinstance(c, torch.Tensor) and c._version])
         return cls(tree, shape, leaves, flattener.containers, Flattener(shut, outer), tuple(edits), tuple(gained), written)
 
+    def all_containers(self) -> Leaves:
+        """Those that the call has made, and others."""
+        return [*self.containers, *(leaf.thing for leaf in self.leaves if type(leaf) is Given and leaf.number < 0)]
+
     def again(self) -> Node | None:
         """Its shape, found once more."""
         return self.flattener.flatten(self.tree, [])

@@ -53,7 +53,7 @@ from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only
 from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs, written_out
-from ..python.rows import Element, Row, put_anew
+from ..python.rows import Element, Handed, Row, leave, put_anew
 from ..python.standing import ended
 from ..values.counters import LARGEST, Followed, Tally, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
@@ -395,7 +395,9 @@ class Dials:
         """The identities of the floats that were at spots: what the call has not touched it does not go by either."""
         self.whole: set[tuple[int, object]] = set()
         """Where there are whole numbers, or NumPy's, all of which it follows."""
-        self._anew: dict[Row, Row] = {}
+        self._handed: list[Handed] = []
+        self._elsewhere: Callable[[Iterable[object]], set[Row]] = lambda containers: set()
+        self._put: list[Callable[[int | float], None]] = []  # how what the call leaves is put there
         self.rows: set[tuple[int, object]] = set()
         """Where there are tuples of numbers, all of which it follows."""
         self._numbers: dict[float, float] = {}
@@ -454,15 +456,24 @@ class Dials:
 
     def left(self) -> None:
         """The call is over: what it has left at spots is noted, and put back."""
-        anew = self._anew = put_anew([spot.row for spot in self.spots if spot.row is not None])
+        anew = put_anew([spot.row for spot in self.spots if spot.row is not None])
+        self._handed, self._elsewhere, handed = anew.handed, anew.elsewhere, {row for row, _, _ in anew.handed}
         for i, spot in enumerate(self.spots):
             now, stood = spot.get(), self.spot(i)
-            changed = now is not stood or spot.row in anew
+            changed = now is not stood or spot.row in anew.rows
             if changed and (isinstance(now, (Dial, Tally)) or base_of(type(now))):
                 self._become[i] = now.formula if isinstance(now, Followed) else now
+                self._put.append(_with_its_list if spot.row in handed else spot.put)
                 spot.put(stood)
         if self._become:
             self._leave = written(map(_as_formula, self._become.values()))
+
+    def left_in(self, containers: Iterable[object]) -> None:
+        """What the call returns, or leaves elsewhere, has these."""
+        elsewhere = self._elsewhere(containers)
+        for i, spot in enumerate(self.spots):
+            if spot.row in elsewhere:
+                self.strays.setdefault(i, "is in a list that is kept elsewhere, too")
 
     def hands_out(self, number: Followed) -> None:
         """The call returns this."""
@@ -666,12 +677,10 @@ class Dials:
         self._moves = [*map(self._moving, (*self._marks, self._stand))]
         self._marks, self._derived = [], {}
         self._leaves = self._leave(self.values)
-        self._tallies = {}
+        self._tallies, self._elsewhere = {}, lambda containers: set()
         alone = [not isinstance(spot.at[1], Element) for spot in self.spots]
         self.marks = {identity(mark) for mark, one in zip(self._seen_last, alone, strict=True) if one and type(mark) is float}
         self.whole = {spot.at for spot, kind in zip(self.spots, self._kinds, strict=True) if kind is not float}
-        for row, first in self._anew.items():
-            row.same_as = first if first is not row else None
         self.rows = {(spot.at[0], spot.at[1].key) for spot in self.spots if isinstance(spot.at[1], Element)}
         self.followed = {(identity(group), key) for group, key in self.sources}
 
@@ -766,8 +775,7 @@ class Dials:
         become, cells = self._moves[segment]
         self.counts.put(become(self.values), cells)
         if segment == -1:
-            for i, number in zip(self._become, self._leaves, strict=True):
-                self.spots[i].put(number)
+            self._leave_numbers()
 
     def break_off(self, ran: int, *, shows: bool) -> None:
         """An exception has ended a run when so much had run: counts are what eager would have left there, and, where the run
@@ -778,8 +786,19 @@ class Dials:
                 stand[i] = dial
         become, cells = self._moving(stand)
         self.counts.put(become(self.values), cells)
-        for i, number in zip(self._become, self._leaves, strict=True) if shows else ():
-            self.spots[i].put(number)
+        if shows:
+            self._leave_numbers()
+
+    def _leave_numbers(self) -> None:
+        leave(self._handed, self._leave_each) if self._handed else self._leave_each()
+
+    def _leave_each(self) -> None:
+        for put, number in zip(self._put, self._leaves, strict=True):
+            put(number)
+
+
+def _with_its_list(number: int | float) -> None:
+    """How a number is put of which the list is handed on."""
 
 
 def _fails(function: Callable[..., object], *of: object) -> bool:

@@ -3,7 +3,8 @@ tells): each number has a place of its own. To replace a number is to put anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from .holders import Spot
 from .identity import identity
 from .introspection import MISSING
 
-__all__ = ["Element", "Row", "elements", "put_anew"]
+__all__ = ["Anew", "Element", "Handed", "Row", "elements", "leave", "put_anew"]
 
 _KINDS = (tuple, list)
 
@@ -32,11 +33,55 @@ def elements(spot: Spot, row: Sequence[object], name: str) -> list[Spot]:
     ]
 
 
-def put_anew(rows: Iterable[Row]) -> dict[Row, Row]:
-    """Those in whose place a call has put another list, each with the first of them that has the very same."""
-    lists = [(row, row.list_put()) for row in dict.fromkeys(rows)]
-    first: dict[int, Row] = {}
-    return {row: first.setdefault(identity(found), row) for row, found in lists if found is not None}
+class Handed(NamedTuple):
+    """A row that is left the list of another: that which stood there `before` the call, or what the call leaves there."""
+
+    row: Row
+    of: Row
+    before: bool
+
+
+class Anew(NamedTuple):
+    """Rows in whose place a call has put another list; those of them that are the list of another row; and all whose numbers
+    are in one of these lists, which somebody else has, too."""
+
+    rows: set[Row]
+    handed: list[Handed]
+    elsewhere: Callable[[Iterable[object]], set[Row]]
+
+
+def put_anew(rows: Iterable[Row]) -> Anew:
+    """What a call has done that is over, and has numbers that stand for others."""
+    every = [*dict.fromkeys(rows)]
+    before = [(one, row) for row in every for one in row.before()]
+    stood = {identity(one): row for one, row in before}
+    same: dict[int, list[Row]] = {}
+    for row in filter(Row.is_another_list, every):
+        same.setdefault(identity(row.stands()), []).append(row)
+    handed = [Handed(row, stood.get(key, one[0]), key in stood) for key, one in same.items() for row in one]
+    kept = {row for key, one in same.items() if key not in stood and _references(one[0].stands) > len(one) for row in one}
+
+    def elsewhere(found: Iterable[object]) -> set[Row]:
+        keys = {identity(one) for one in found}
+        return kept | {row for one, row in before if identity(one) in keys}
+
+    return Anew({one.row for one in handed}, [one for one in handed if one.row is not one.of], elsewhere)
+
+
+def _references(get: Callable[[], object]) -> int:
+    """How many there are to what this gives, but for those that this makes."""
+    return sys.getrefcount(get()) - _OURS
+
+
+_OURS = sys.getrefcount(list())  # noqa: C408 (of what a call gives)
+
+
+def leave(handed: Iterable[Handed], numbers: Callable[[], None]) -> None:
+    """Leave all `numbers`, and each of these the list that it is handed."""
+    lists = [(row, of, of.stands() if before else None) for row, of, before in handed]
+    numbers()
+    for row, of, one in lists:
+        row.stand(of.stands() if one is None else one)
 
 
 class Row:
@@ -47,8 +92,6 @@ class Row:
         self._spot, self._kind, self._length = spot, type(row), len(row)
         self._first, self._numbers = row, (*row,)
         self._made: list[tuple[Any, tuple[object, ...]]] = []  # in the place of it, and what was in them
-        self.same_as: Row | None = None
-        """Another place, in which replays leave the same list."""
 
     def get(self, i: int) -> Any:
         row = self._now()
@@ -56,16 +99,23 @@ class Row:
 
     def put(self, i: int, number: object) -> None:
         row = self._now()
-        if self.same_as is not None:
-            self._spot.put(self.same_as._spot.get())
-        elif row is not None:
+        if row is not None:
             self._spot.put(self._of((*row[:i], number, *row[i + 1 :])))
 
-    def list_put(self) -> object | None:
-        """The list that stands there, where somebody has put it there."""
+    def is_another_list(self) -> bool:
+        """Whether somebody has put a list there."""
         now = self._spot.get()
-        ours = now is self._first or any(one is now for one, _ in self._made)
-        return now if type(now) is list and not ours else None
+        return type(now) is list and not any(one is now for one in self.before())
+
+    def before(self) -> list[Any]:
+        """What stood there before the call, and has numbers that stand for others."""
+        return [one for one, _ in self._made]
+
+    def stands(self) -> Any:
+        return self._spot.get()
+
+    def stand(self, row: Any) -> None:
+        self._spot.put(row)
 
     def _now(self) -> tuple[Any, ...] | None:
         now = self._spot.get()

@@ -165,3 +165,82 @@ def test_c09_code_that_asks_for_types_beside_a_number(device):
 
     recorded = beside(state_of(body, n=0), device)
     assert pg.stats(recorded).replayed >= CALLS - 6, reasons(recorded)
+
+
+def decays(s):
+    s.rates = [s.rates[0] * 0.97, s.rates[1]]
+
+
+def tells(s, x):
+    s.last = s.rates
+    return x * s.rates[0] + s.last[1]
+
+
+def tells_and_decays(s, x):
+    s.last = s.rates
+    decays(s)
+    return x * s.rates[0] + s.last[1]
+
+
+def tells_at_times(s, x):
+    s.n += 1
+    s.last = s.rates
+    if s.n % 2:
+        decays(s)
+    return x * s.rates[0] + s.last[1]
+
+
+def hands_down(s, x):
+    s.earlier, s.last = s.last, s.rates
+    decays(s)
+    return x * s.rates[0] + s.earlier[1]
+
+
+def swaps(s, x):
+    s.rates, s.last = s.last, s.rates
+    return x * s.rates[0] + s.last[1]
+
+
+def keeps_elsewhere(s, x):
+    decays(s)
+    s.last = s.rates
+    s.log.append(s.rates)
+    return x * s.last[0]
+
+
+def puts_one_of_others(s, x):
+    s.n += 1
+    s.last = s.log[s.n % 2]
+    s.rates = [s.last[0] * s.n, s.last[1]]
+    return x * s.rates[0]
+
+
+_SHARED = [tells, tells_and_decays, tells_at_times, hands_down, swaps, keeps_elsewhere, puts_one_of_others]
+SHARED = {f.__name__: f for f in _SHARED}
+
+
+def pattern(s, before):
+    """Which of the lists are one: also with those that were there before the call."""
+    now = [s.rates, s.last, s.earlier, *s.log]
+    return [[a is b for a in now] for b in (*now, *before)]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("how", SHARED)
+def test_c09_which_lists_are_one_after_a_replay(device, how, outside):
+    def make():
+        state = SimpleNamespace(n=0, rates=[0.9, 0.5], last=[0.8, 0.5], earlier=[0.7, 0.5], log=[[0.6, 0.5], [0.4, 0.5]])
+        return lambda x: SHARED[how](state, x), state
+
+    (f, ours), (g, theirs) = make(), make()
+    recorded = pg.record(f, keep="always")
+    for n in range(CALLS):
+        if outside and n % 3 == 1:
+            for s in (ours, theirs):
+                s.rates = [s.rates[0] * 0.99, s.rates[1]]
+        before = [[s.rates, s.last, s.earlier, *s.log] for s in (ours, theirs)]
+        assert_same(recorded(ramp(device, 4)), g(ramp(device, 4)), f"call {n}")
+        assert repr(vars(ours)) == repr(vars(theirs)), f"call {n}"
+        assert pattern(ours, before[0]) == pattern(theirs, before[1]), f"call {n}"
+    if how in ("tells_and_decays", "hands_down"):
+        assert pg.stats(recorded).replayed >= CALLS - 8, reasons(recorded)

@@ -76,17 +76,19 @@ def beside(make, calls=40, change=lambda loop, n: None, **options):
     return step
 
 
+@may_run_live  # where one scheduler takes the turn of another, its list is new in a place that nobody has followed
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("schedule", FOLLOWED.values(), ids=FOLLOWED)
 def test_c09_a_scheduler_within_the_step(device, schedule, optimizer):
-    step = beside(lambda: Loop(device, schedule, optimizer))
-    assert pg.stats(step).replayed >= 34, reasons(step)
+    step = beside(lambda: Loop(device, schedule, optimizer), keep="always")
+    assert pg.stats(step).live <= 6, reasons(step)
 
 
+@may_run_live
 @pytest.mark.parametrize("schedule", FOLLOWED.values(), ids=FOLLOWED)
 def test_c09_a_scheduler_within_each_second_step(device, schedule):
-    step = beside(lambda: Loop(device, schedule, every=2))
-    assert pg.stats(step).replayed >= 32, reasons(step)
+    step = beside(lambda: Loop(device, schedule, every=2), keep="always")
+    assert pg.stats(step).live <= 8, reasons(step)
 
 
 @may_run_live
