@@ -40,6 +40,45 @@ class Guarded:
         return object.__getattribute__(self, name)
 
 
+class Mixin:
+    pass
+
+
+class Asking:
+    def __getattribute__(self, name):
+        if super().__getattribute__("__dict__").get("strict") is not None and super().__getattribute__("scale"):
+            raise AttributeError
+        return super().__getattribute__(name)
+
+
+class Renaming(Mixin):
+    names = types.MappingProxyType({"size": "a"})
+
+    def __getattribute__(self, name):
+        return super().__getattribute__(super().__getattribute__("names").get(name, name))
+
+
+class Both(Renaming, Mixin, Asking):
+    def __init__(self):
+        self.a, self.b = 1.0, 2.0
+
+
+class AsksForAll(Asking):
+    def __getattribute__(self, name):
+        return super().__getattribute__("__dict__")[name]
+
+
+class MadeUp(Asking):
+    def __getattribute__(self, name):
+        return super().__getattribute__("_" + name)
+
+
+class Another(Asking):
+    def __getattribute__(self, name):
+        name = name.lower()
+        return super().__getattribute__(name)
+
+
 class Setting:
     def __setattr__(self, name, value):
         super().__setattr__("_" + name, value)
@@ -122,6 +161,19 @@ def test_a_module():
     names = noted(net, lambda net: net(torch.ones(1, 2))).names(net)
     assert {"layer", "scale", "mode", "forward"} <= names
     assert "unread" not in names
+
+
+def test_a_class_that_asks_its_base_for_attributes():
+    assert Both.__mro__[2] is Mixin
+    reads = noted(thing := Both(), lambda x: x.size)
+    assert reads.names(thing) - {"__class__"} == {"names", "a", "strict", "scale"}
+    assert "__getattribute__" not in vars(Mixin)
+
+
+@pytest.mark.parametrize("last", [AsksForAll, MadeUp, Another])
+def test_a_base_that_may_ask_for_anything(last):
+    assert may_be_gated(type("Of", (Renaming, Mixin, Asking), {}))
+    assert not may_be_gated(type("Of", (Renaming, Mixin, last), {}))
 
 
 @pytest.mark.parametrize("kind", [int, dict, list, type, Colour, Guarded, torch.Tensor, types.SimpleNamespace,

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from .code_cache import of_code
 
-__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches",
-           "formats_any", "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself",
-           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full",
-           "uses_of_float", "uses_of_int", "uses_of_type", "words_in", "words_of"]  # fmt: skip
+__all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asked_of_base", "asks_its_base",
+           "catches", "formats_any", "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself",
+           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "uses_of_float",
+           "uses_of_int", "uses_of_type", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -610,6 +610,38 @@ def asks_its_base(code: CodeType) -> bool:
         return False
     every = [*dis.get_instructions(code)]
     return all(_is_of_super(every[: n + 1]) for n, i in enumerate(every) if i.argval == _GETS)
+
+
+@of_code
+def asked_of_base(code: CodeType) -> frozenset[str] | None:
+    """The names for which a `__getattribute__` asks its base besides that for which it is asked. None if they are not known: if
+    it asks for all attributes, say, but to look up a name among them."""
+    every = [i for i in dis.get_instructions(code) if i.opname not in _SILENT]
+    if not asks_its_base(code) or len([*all_within(code)]) > 1 or not _asks_as_asked(code, every):
+        return None
+    looks_up = all(_names_a_key(every[n + 1 :]) for n, i in enumerate(every) if i.argval == "__dict__")
+    texts = frozenset(i.argval for i in every if i.opname == "LOAD_CONST" and type(i.argval) is str)
+    return texts - {"__dict__"} if looks_up else None
+
+
+def _asks_as_asked(code: CodeType, every: Instructions) -> bool:
+    """Whether each name for which it asks its base is that for which it is asked, or a constant."""
+    asked = code.co_varnames[1] if code.co_argcount == 2 else None
+    if any(i.opname.startswith("STORE") and i.argval == asked for i in every):
+        return False
+    what = [every[n + 1 : n + 3] for n, i in enumerate(every) if i.argval == _GETS]
+    return all(call.opname in _CALLS and _is_constant_or(asked, name) for name, call in what)
+
+
+def _is_constant_or(variable: str | None, loads: dis.Instruction) -> bool:
+    return loads.opname == "LOAD_CONST" or (loads.opname.startswith("LOAD_FAST") and loads.argval == variable)
+
+
+def _names_a_key(after: Instructions) -> bool:
+    """Whether of the dictionary that is asked for here, code only looks up one key that it names."""
+    gets, key = next(((i, key) for i, key in pairwise(after) if i.opname not in _CALLS), (None, None))
+    named = gets is not None and gets.opname.startswith(("LOAD_METHOD", "LOAD_ATTR")) and gets.argval == "get"
+    return named and key is not None and key.opname == "LOAD_CONST" and type(key.argval) is str
 
 
 _GETS = "__getattribute__"

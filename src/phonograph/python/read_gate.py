@@ -28,6 +28,7 @@ import torch
 
 from .._torch.dynamic import Thing
 from .._torch.dynamo import tells_of_compilation
+from .bytecode import asked_of_base, asks_its_base
 from .identity import identity
 from .introspection import MISSING
 from .origin import is_torchs
@@ -63,14 +64,51 @@ def behind_gate(member: Thing) -> Thing:
 
 def may_be_gated(kind: Thing) -> bool:
     """Whether reads of attributes of such objects can be noted."""
-    meta: Thing = type(kind)
-    if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE or meta.__setattr__ is not type.__setattr__:
+    if issubclass(kind, (type, ModuleType)) or not _can_be_set(kind):
         return False
-    if kind.__getattribute__ is not object.__getattribute__ or issubclass(kind, (type, ModuleType)):
+    where = _where(kind)
+    if where is None or gated.get(where, 0) >= _MOST:
         return False
     if issubclass(kind, torch.nn.Module):
-        return kind.__setattr__ is torch.nn.Module.__setattr__ and gated.get(torch.nn.Module, 0) < _MOST
+        return kind.__setattr__ is torch.nn.Module.__setattr__
     return kind.__module__.partition(".")[0] not in ("torch", "phonograph") and gated.get(kind, 0) < _MOST
+
+
+def _can_be_set(kind: Thing) -> bool:
+    """Whether a class may be given other members."""
+    meta: Thing = type(kind)
+    return kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE and meta.__setattr__ is type.__setattr__
+
+
+def _where(kind: type) -> type | None:
+    """The class in which the gate of such objects stands; None if there is none. Where a class has a `__getattribute__` that
+    asks for all attributes by ``super()``, as configurations of transformers have, it is the class that this comes to."""
+    first, *others = _asking(kind)
+    if first is object:
+        return torch.nn.Module if issubclass(kind, torch.nn.Module) else kind
+    base = kind.__mro__[kind.__mro__.index(first) + 1]
+    known = _asks_its_base(first) and all(_asks_for(other) is not None for other in others[:-1])
+    return base if known and base is not object and _can_be_set(base) else None
+
+
+def _asking(kind: type) -> list[type]:
+    """The classes that have a `__getattribute__`, in the order in which they ask each other; the last is `object`."""
+    return [base for base in kind.__mro__ if "__getattribute__" in vars(base)]
+
+
+def _asks_its_base(kind: type) -> bool:
+    function = behind_gate(vars(kind)["__getattribute__"])
+    return type(function) is FunctionType and asks_its_base(function.__code__)
+
+
+def _asks_for(kind: type) -> frozenset[str] | None:
+    """The names for which a class asks with each attribute, past the gate; None if they are not known."""
+    function = behind_gate(vars(kind)["__getattribute__"])
+    return asked_of_base(function.__code__) if type(function) is FunctionType else None
+
+
+def _asked_anyway(kind: type) -> set[str]:
+    return set[str]().union(*(_asks_for(other) or () for other in _asking(kind)[1:-1]))
 
 
 class Touching(Protocol):
@@ -92,7 +130,8 @@ class Reads:
     def __init__(self, objects: Iterable[object]) -> None:
         things = [*objects]
         self._kinds = {*filter(may_be_gated, {*map(type, things)})}
-        self._names: dict[int, set[str]] = {identity(x): set() for x in things if type(x) in self._kinds}
+        anyway = {kind: _asked_anyway(kind) for kind in self._kinds}
+        self._names: dict[int, set[str]] = {identity(x): {*anyway[type(x)]} for x in things if type(x) in self._kinds}
         # By the identities of dictionaries, where attributes with them were read: the code, at which instruction, by what name.
         self._read_at: dict[int, dict[tuple[int, int, str], tuple[CodeType, type]]] = defaultdict(dict)
         self.touching: Touching | None = None
@@ -122,8 +161,9 @@ class Reads:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what is read while the block runs."""
-        modules = {kind for kind in self._kinds if issubclass(kind, torch.nn.Module)}
-        kinds = [*(self._kinds - modules), *([torch.nn.Module] if modules else [])]  # which they have it from
+        kinds = {where for kind in self._kinds if (where := _where(kind)) is not None}
+        # One may derive from another. (A module's writes say what they write.)
+        setting = [(kind, kind.__setattr__) for kind in self._kinds if not issubclass(kind, torch.nn.Module)]
         if not _noting.acquire(blocking=False):  # another thread captures
             self.certain = False
             if self.touching is not None:
@@ -164,15 +204,15 @@ class Reads:
                 locks.pop().release()
 
         with standing(undo), ended(tells_of_compilation(compiles)):
-            for kind, sets in [(kind, kind.__setattr__) for kind in kinds]:  # one may derive from another
-                begin(kind, "__getattribute__", self._gate())
-                if kind is not torch.nn.Module:  # whose writes say what they write
-                    begin(kind, "__setattr__", self._gate_of_writes(sets))
-            gated.update({kind: gated.get(kind, 0) + 1 for kind in kinds})
+            for kind in kinds:
+                begin(kind, "__getattribute__", self._gate(_next(kind)))
+            for kind, sets in setting:
+                begin(kind, "__setattr__", self._gate_of_writes(sets))
+            gated.update({kind: gated.get(kind, 0) + 1 for kind in {*kinds, *(kind for kind, _ in setting)}})
             yield
 
-    def _gate(self) -> Thing:
-        found, at, module, get = self._names, self._read_at, torch.nn.Module, object.__getattribute__
+    def _gate(self, get: Thing) -> Thing:
+        found, at, module = self._names, self._read_at, torch.nn.Module
         touching = self.touching
 
         def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
@@ -206,6 +246,14 @@ class Reads:
             put(thing, name, value)
 
         return __setattr__
+
+
+def _next(kind: Thing) -> Thing:
+    """What gives an attribute behind the gate in a class."""
+    own = vars(kind).get("__getattribute__")
+    if own is not None or kind.__getattribute__ is object.__getattribute__:
+        return own or object.__getattribute__
+    return lambda thing, name: super(kind, thing).__getattribute__(name)
 
 
 def _reader() -> FrameType:

@@ -509,9 +509,22 @@ class Output:
     def __post_init__(self):
         self.given = [f.name for f in dataclasses.fields(self) if self.__dict__[f.name] is not None]
 
+class Mixin:
+    pass
+
+class Strict:
+    def __getattribute__(self, key):
+        if super().__getattribute__("__dict__").get("strict") is not None and key == "scale":
+            return 0.5
+        return super().__getattribute__(key)
+
+class Mixed(Config, Mixin, Strict):
+    def __getattribute__(self, key):
+        return super().__getattribute__("scale" if key == "size" else key)
+
 class Loop:
-    def __init__(self, model):
-        self.model, self.config, self.flos = model, Config(), 0
+    def __init__(self, model, config=Config):
+        self.model, self.config, self.flos = model, config(), 0
 
     def training_step(self, x):
         output = Output(self.model(x).square().sum() * self.config.size)
@@ -523,10 +536,10 @@ class Loop:
 """, "/usr/lib/site-packages/loops.py", "exec"), _library)  # fmt: skip
 
 
-def _loop(device, step=lambda loop: loop.training_step):
+def _loop(device, step=lambda loop: loop.training_step, config="Config"):
     def make():
         torch.manual_seed(0)
-        loop = _library["Loop"](nn.Linear(4, 2).to(device))
+        loop = _library["Loop"](nn.Linear(4, 2).to(device), _library[config])
         return step(loop), loop
 
     return make
@@ -551,3 +564,21 @@ def test_c09_a_library_looks_an_attribute_up_past_its_class(device):
         both(ramp(device, 2, 4, start=n))
         if n % 3 == 2:
             both.change(lambda loop: setattr(loop, "flos", loop.flos + 100))
+
+
+def test_c09_a_configuration_that_is_saved(device):
+    """As transformers' Trainer writes into a configuration when it saves a checkpoint; of the configuration counts what is
+    read, also where its class looks attributes up by `super()`, and another class behind it."""
+    both = side_by_side(_loop(device, config="Mixed"))
+    for n in range(12):
+        both(ramp(device, 2, 4, start=n))
+        both.change(lambda loop: setattr(loop.config, "architectures", ["Loop"]))
+        both.change(lambda loop: loop.model.zero_grad())
+    assert counts(both)[1:] == (1, 11), reasons(both)
+    both.change(lambda loop: setattr(loop.config, "scale", 3.0))
+    both(ramp(device, 2, 4))
+    assert counts(both)[0] == 2
+    both(ramp(device, 2, 4))
+    both.change(lambda loop: setattr(loop.config, "strict", True))
+    both(ramp(device, 2, 4))
+    assert counts(both)[0] == 3
