@@ -93,7 +93,7 @@ def _where(kind: type) -> type | None:
 
 def _asking(kind: type) -> list[type]:
     """The classes that have a `__getattribute__`, in the order in which they ask each other; the last is `object`."""
-    return [base for base in kind.__mro__ if "__getattribute__" in vars(base)]
+    return [base for base in kind.__mro__ if behind_gate(vars(base).get("__getattribute__", MISSING)) is not MISSING]
 
 
 def _asks_its_base(kind: type) -> bool:
