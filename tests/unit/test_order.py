@@ -8,8 +8,10 @@ import pytest
 
 from phonograph.devices.order.check import meetings, said, unordered
 from phonograph.devices.order.dependencies import dependencies
+from phonograph.devices.order.lanes import longest_path, scheduled
+from phonograph.devices.order.layout import Block, laid_out, peak
 from phonograph.devices.order.nodes import Node, hidden
-from phonograph.devices.order.paths import ancestors
+from phonograph.devices.order.paths import ancestors, members, reduced
 from phonograph.memory.spans import Spans
 
 DRAWN = 10_000
@@ -137,3 +139,110 @@ def test_ten_thousand_nodes_take_no_more_looks_than_they_touch_pieces():
     first, then = next(unordered(nodes, edges))
     assert not ancestors(len(nodes), edges)[then] >> first & 1
     assert first <= gone[0] < gone[1] <= then
+
+
+# -- lanes
+
+
+def test_lanes_keep_what_must_wait_and_take_no_longer_than_list_scheduling_may():
+    draw = random.Random(3)
+    for _ in range(3_000):
+        count, lanes = draw.randint(1, 12), draw.randint(1, 4)
+        times, edges = [draw.randint(1, 9) for _ in range(count)], drawn_edges(draw, count)
+        found = scheduled(times, edges, lanes)
+        assert sorted(node for lane in found.lanes for node in lane) == [*range(count)]
+        assert len(found.lanes) == lanes
+        before = ancestors(count, found.edges)
+        assert all(before[b] >> a & 1 for a, b in edges)
+        assert all(before[b] >> a & 1 for lane in found.lanes for a, b in combinations(lane, 2))
+        longest = max(longest_path(times, edges))
+        assert longest <= found.time <= sum(times) / lanes + (1 - 1 / lanes) * longest + 1e-9
+        assert found.time == ends(times, found.edges)
+
+
+def ends(times, edges):
+    """When the last node ends, if each begins as soon as those have ended that it waits for."""
+
+    def end(node):
+        return times[node] + max((end(a) for a, b in edges if b == node), default=0)
+
+    return max(map(end, range(len(times))))
+
+
+def test_the_longest_path_is_never_kept_waiting():
+    """Two chains that share nothing, and a third that is as long as both."""
+    times, edges = [1.0] * 8, [(0, 1), (2, 3), (4, 5), (5, 6), (6, 7)]
+    found = scheduled(times, edges, 2)
+    assert found.time == 4.0
+    assert [4, 5, 6, 7] in found.lanes
+    assert len(found.edges) == len(edges) + 1  # the two shorter ones, one after the other
+
+
+def test_one_lane_is_the_chain():
+    found = scheduled([1.0] * 5, [(0, 4)], 1)
+    assert found.time == 5.0
+    assert len(found.edges) == 4
+
+
+# -- memory
+
+
+def drawn_blocks(draw, count):
+    blocks = []
+    for _ in range(draw.randint(1, 8)):
+        users = sorted(draw.sample(range(count), draw.randint(1, min(3, count))))
+        blocks.append(Block(draw.randint(1, 8) * 512 - draw.randrange(2), tuple(users)))
+    return blocks
+
+
+def overlap(found, blocks):
+    """The pairs of blocks that have a byte in common."""
+    places = [range(at, at + block.nbytes) for at, block in zip(found.offsets, blocks, strict=True)]
+    return [(a, b) for a, b in combinations(range(len(blocks)), 2)
+            if places[a].start < places[b].stop and places[b].start < places[a].stop]  # fmt: skip
+
+
+def test_blocks_lie_in_the_same_place_only_if_one_is_used_before_the_other():
+    draw = random.Random(4)
+    shared = added = 0
+    for _ in range(3_000):
+        count = draw.randint(1, 10)
+        edges, blocks = drawn_edges(draw, count), drawn_blocks(draw, count)
+        free = laid_out(blocks, count, edges, most=1 << 40)
+        chain = laid_out(blocks, count, [(i, i + 1) for i in range(count - 1)], most=1 << 40)
+        assert sorted(free.edges) == sorted(reduced(count, edges))
+        assert peak(blocks) <= chain.nbytes
+        tight = laid_out(blocks, count, edges, most=chain.nbytes)  # which a chain can do, and all pairs in order are
+        assert tight.nbytes <= chain.nbytes
+        added += len(tight.edges) > len(free.edges)
+        for found in (free, tight):
+            assert all(a < b for a, b in found.edges)
+            assert all(leads(found.edges, a, b) for a, b in edges)
+            assert all(at % 512 == 0 for at in found.offsets)
+            for one, other in overlap(found, blocks):
+                pairs = [(a, b) for a in blocks[one].users for b in blocks[other].users]
+                assert all(a != b and leads(found.edges, a, b) for a, b in pairs) or all(
+                    a != b and leads(found.edges, b, a) for a, b in pairs
+                )
+                shared += 1
+    assert shared > 3_000
+    assert added > 300
+
+
+def test_less_than_what_is_in_use_at_one_time_cannot_be():
+    blocks = [Block(1024, (0, 1)), Block(1024, (1, 2))]
+    assert peak(blocks) == 2048
+    assert laid_out(blocks, 3, [], most=2047) is None
+
+
+def test_only_as_much_is_put_in_order_as_there_is_memory_missing():
+    """Four chains of two nodes, with a block each: beside each other they take four, and two of them have room."""
+    blocks, edges = [Block(512, (2 * i, 2 * i + 1)) for i in range(4)], [(2 * i, 2 * i + 1) for i in range(4)]
+    assert laid_out(blocks, 8, edges, most=4 * 512).edges == edges
+    two = laid_out(blocks, 8, edges, most=2 * 512)
+    assert two.nbytes == 2 * 512
+    assert scheduled([1.0] * 8, two.edges, 4).time < 8.0
+
+
+def test_members_of_a_set_come_from_the_lowest_on():
+    assert [*members(0b1001010)] == [1, 3, 6]
