@@ -202,44 +202,68 @@ def overlap(found, blocks):
             if places[a].start < places[b].stop and places[b].start < places[a].stop]  # fmt: skip
 
 
+def assert_holds(found, blocks, edges):
+    """Blocks that have a byte in common are used one after the other, whatever runs at the same time. How many do."""
+    shared = overlap(found, blocks)
+    assert all(leads(found.edges, a, b) for a, b in edges)
+    assert all(at % 512 == 0 for at in found.offsets)
+    for one, other in shared:
+        pairs = [(a, b) for a in blocks[one].users for b in blocks[other].users]
+        assert all(a != b and leads(found.edges, a, b) for a, b in pairs) or all(
+            a != b and leads(found.edges, b, a) for a, b in pairs
+        )
+    return len(shared)
+
+
 def test_blocks_lie_in_the_same_place_only_if_one_is_used_before_the_other():
     draw = random.Random(4)
     shared = added = 0
     for _ in range(3_000):
         count = draw.randint(1, 10)
-        edges, blocks = drawn_edges(draw, count), drawn_blocks(draw, count)
-        free = laid_out(blocks, count, edges, most=1 << 40)
-        chain = laid_out(blocks, count, [(i, i + 1) for i in range(count - 1)], most=1 << 40)
+        edges, blocks, captured = drawn_edges(draw, count), drawn_blocks(draw, count), range(count)
+        free = laid_out(blocks, captured, edges, most=1 << 40)
+        chain = laid_out(blocks, captured, [(i, i + 1) for i in range(count - 1)], most=1 << 40)
         assert sorted(free.edges) == sorted(reduced(count, edges))
         assert peak(blocks) <= chain.nbytes
-        tight = laid_out(blocks, count, edges, most=chain.nbytes)  # which a chain can do, and all pairs in order are
+        tight = laid_out(blocks, captured, edges, most=chain.nbytes)  # which a chain can do, and all pairs in order are
         assert tight.nbytes <= chain.nbytes
         added += len(tight.edges) > len(free.edges)
-        for found in (free, tight):
-            assert all(a < b for a, b in found.edges)
-            assert all(leads(found.edges, a, b) for a, b in edges)
-            assert all(at % 512 == 0 for at in found.offsets)
-            for one, other in overlap(found, blocks):
-                pairs = [(a, b) for a in blocks[one].users for b in blocks[other].users]
-                assert all(a != b and leads(found.edges, a, b) for a, b in pairs) or all(
-                    a != b and leads(found.edges, b, a) for a, b in pairs
-                )
-                shared += 1
+        shared += assert_holds(free, blocks, edges) + assert_holds(tight, blocks, edges)
     assert shared > 3_000
     assert added > 300
+
+
+def test_blocks_of_nodes_in_lanes():
+    """There, an edge may lead from what was captured later to what was captured before."""
+    draw = random.Random(5)
+    found = backwards = shared = 0
+    for _ in range(3_000):
+        count = draw.randint(2, 10)
+        lanes = scheduled([draw.randint(1, 9) for _ in range(count)], drawn_edges(draw, count), draw.randint(1, 3))
+        assert sorted(lanes.begun) == [*range(count)]
+        assert all(lanes.begun.index(a) < lanes.begun.index(b) for a, b in lanes.edges)
+        backwards += any(a > b for a, b in lanes.edges)
+        blocks = drawn_blocks(draw, count)
+        for most in (peak(blocks), 1 << 40):
+            if (layout := laid_out(blocks, lanes.begun, lanes.edges, most)) is not None:
+                found, shared = found + 1, shared + assert_holds(layout, blocks, lanes.edges)
+                assert layout.nbytes <= most
+    assert backwards > 300
+    assert found > 4_000
+    assert shared > 4_000
 
 
 def test_less_than_what_is_in_use_at_one_time_cannot_be():
     blocks = [Block(1024, (0, 1)), Block(1024, (1, 2))]
     assert peak(blocks) == 2048
-    assert laid_out(blocks, 3, [], most=2047) is None
+    assert laid_out(blocks, range(3), [], most=2047) is None
 
 
 def test_only_as_much_is_put_in_order_as_there_is_memory_missing():
     """Four chains of two nodes, with a block each: beside each other they take four, and two of them have room."""
     blocks, edges = [Block(512, (2 * i, 2 * i + 1)) for i in range(4)], [(2 * i, 2 * i + 1) for i in range(4)]
-    assert laid_out(blocks, 8, edges, most=4 * 512).edges == edges
-    two = laid_out(blocks, 8, edges, most=2 * 512)
+    assert laid_out(blocks, range(8), edges, most=4 * 512).edges == edges
+    two = laid_out(blocks, range(8), edges, most=2 * 512)
     assert two.nbytes == 2 * 512
     assert scheduled([1.0] * 8, two.edges, 4).time < 8.0
 

@@ -26,6 +26,8 @@ class Schedule(NamedTuple):
     """Nodes in lanes."""
 
     lanes: list[list[int]]
+    begun: list[int]
+    """All nodes, in the order in which they begin."""
     edges: list[Edge]
     """All that has to be waited for: what was asked for, and what lies before a node in its lane."""
     time: float
@@ -49,7 +51,7 @@ def scheduled(times: Sequence[float], edges: Sequence[Edge], lanes: int) -> Sche
     chained = [pair for lane in plan.lanes for pair in pairwise(lane)]
     numbered = {node: at for at, node in enumerate(plan.begun)}
     both = reduced(len(times), [(numbered[a], numbered[b]) for a, b in (*edges, *chained)])
-    return Schedule(plan.lanes, [(plan.begun[a], plan.begun[b]) for a, b in both], plan.now)
+    return Schedule(plan.lanes, plan.begun, [(plan.begun[a], plan.begun[b]) for a, b in both], plan.now)
 
 
 class _Plan:

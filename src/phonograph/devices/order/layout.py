@@ -4,8 +4,9 @@ In a chain, a block that is not used any more can be given to whoever comes next
 more than there was: the two must be in order already. So two blocks may lie in the same place only if each node that uses the
 one comes before each that uses the other, on a path.
 
-That takes more memory than a chain does. Where it is more than there may be, some blocks are put in order again, in the one in
-which they were captured: first those that lie beyond. If all were put in order so, it would be the chain.
+That takes more memory than a chain does. Where it is more than there may be, some blocks are put in order again, first those
+that lie beyond. If all were, it would be a chain. Which one, there is a choice of: in the order in which nodes begin in lanes
+(`lanes.py`) it costs the least time, where that has room; in the one in which they were captured it takes the least memory.
 
 Places are given to the largest blocks first, each the smallest gap that holds it among those that it may not share with
 ("greedy by size", Pisarchyk and Lee 2020).
@@ -32,7 +33,7 @@ class Block(NamedTuple):
 
     nbytes: int
     users: tuple[int, ...]
-    """In the order in which they were captured."""
+    """In turn."""
 
     @property
     def taken(self) -> int:
@@ -58,10 +59,17 @@ def peak(blocks: Sequence[Block]) -> int:
     return most
 
 
-def laid_out(blocks: Sequence[Block], count: int, edges: Sequence[Edge], most: int) -> Layout | None:
-    """Places for blocks in so many bytes at most; None if there are none. The edges, of so many nodes, lead to higher numbers,
-    and there may be more of them afterwards."""
-    edges, together = [*edges], 1 + len(blocks) // _PART
+def laid_out(blocks: Sequence[Block], order: Sequence[int], edges: Sequence[Edge], most: int) -> Layout | None:
+    """Places for blocks in so many bytes at most; None if there are none. `order` are all nodes, in turn, as the edges allow:
+    in that order blocks are put if need be. Then there are more edges afterwards."""
+    rank = {node: i for i, node in enumerate(order)}
+    ranked = [Block(block.nbytes, tuple(sorted(rank[node] for node in block.users))) for block in blocks]
+    found = _laid_out(ranked, len(order), [(rank[a], rank[b]) for a, b in edges], most)
+    return found and found._replace(edges=[(order[a], order[b]) for a, b in found.edges])
+
+
+def _laid_out(blocks: Sequence[Block], count: int, edges: list[Edge], most: int) -> Layout | None:
+    together = 1 + len(blocks) // _PART
     while True:
         beside = _beside(blocks, count, edges)
         offsets = _placed(blocks, beside)
@@ -120,14 +128,13 @@ def _gap(taken: list[tuple[int, int]], nbytes: int) -> int:
 
 
 def _worst(blocks: Sequence[Block], beside: list[int], offsets: list[int], most: int) -> list[tuple[int, int]]:
-    """Pairs of blocks that had better be in use one after the other, the worst first; in each, the one that was captured
-    first is the first."""
+    """Pairs of blocks that had better be in use one after the other, in that order; the worst first."""
     beyond = [i for i, at in enumerate(offsets) if at + blocks[i].taken > most]
     pairs = _apart(blocks, beside, beyond) or _apart(blocks, beside, range(len(blocks)))
     return sorted(pairs, key=lambda pair: (-min(blocks[i].taken for i in pair), pair))
 
 
 def _apart(blocks: Sequence[Block], beside: list[int], some: Iterable[int]) -> set[tuple[int, int]]:
-    """The pairs with some of these blocks that may be in use at the same time, and were not when they were captured."""
+    """The pairs with some of these blocks that may be in use at the same time, and need not."""
     pairs = {(a, b) for one in some for other in members(beside[one]) for a, b in ((one, other), (other, one))}
     return {(a, b) for a, b in pairs if blocks[a].users[-1] < blocks[b].users[0]}
