@@ -62,8 +62,7 @@ class HostNumbers(NumbersInTensors, Refusals, RandomStates):
         """What stands for the number in this tensor, if the call may hand it on without knowing it."""
         if self.numerals is None or not readable(t, self.device):
             return None
-        found = Numeral(t.detach().clone(), functools.partial(self.reads_number, site))
-        self.numerals.append(weakref.ref(found))
+        found = Numeral.of(t.detach().clone(), functools.partial(self.reads_number, site), self.numerals)
         if not self.would_refuse:
             self.would_refuse.append(self.placed(operators.reads_value(), sys._getframe(1)))
         return found

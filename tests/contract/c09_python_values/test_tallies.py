@@ -733,3 +733,34 @@ class AsksForDataclasses:
 def test_c09_a_count_is_followed_where_something_asks_for_dataclasses(device, of_the_count):
     recorded = alongside(device, lambda device: AsksForDataclasses(device, of_the_count), keep="always")
     assert counts(recorded) == (1, 1, 13), reasons(recorded)
+
+
+class CountsInState(torch.optim.SGD):
+    """Keeps a number in its state beside what it keeps of each parameter."""
+
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        if self.state["steps"] % 4:
+            super().step(closure)
+
+
+def test_c09_a_number_among_the_states_of_parameters(device):
+    def made():
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2).to(device)
+        return net, CountsInState(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step(net, optimizer, x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    ours, theirs = made(), made()
+    recorded = pg.record(lambda x: step(*ours, x))
+    for n in range(16):
+        x = ramp(device, 4, 3, start=n).sin()
+        assert_same(recorded(x), step(*theirs, x))
+        assert ours[1].state["steps"] == theirs[1].state["steps"]
+    assert pg.stats(recorded).replayed >= 12, reasons(recorded)
