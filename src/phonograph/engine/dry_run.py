@@ -244,6 +244,7 @@ class DryRun:
         if terms.following is not None and self._request.whole:
             watch.may_follow = partial(terms.following.may_want, baked=terms.concessions.baked)
         watch.numerals, watch.steps_whole = [] if terms.numbers is not None else None, terms.steps_whole
+        self._dials.reads_later = watch.read_later if watch.numerals is not None else None
         watch.would_refuse = terms.numbers if terms.numbers is not None else []
         watch.works_in(self._prepared.buckets)
         if self._request.backward is not None and self._request.backward.origins is not None:

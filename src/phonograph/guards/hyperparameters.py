@@ -358,6 +358,10 @@ class Dials:
         """How often operators took each that is wide, by its probe."""
         self.reading: Callable[[object, str, FrameType], Any] = unread
         """What stands for the number in a tensor, for a frame that reads it by a function of that name; None: nothing does."""
+        self.reads_later: Callable[[torch.Tensor, FrameType], Any] | None = None
+        """What stands for the number in a tensor that this frame reads, and that a replay reads when it has run."""
+        self.convert_no_more: Callable[[], None] = lambda: None
+        """Lets all code make numbers of tensors as they are, from now on."""
         self.converting: Set[tuple[str, int]] = frozenset()
         """`float` or `int` that were other functions, and the ids of the global variables among which they were."""
         self.blind = False  # whether code may have run that no mode looked at

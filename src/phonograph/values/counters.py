@@ -36,6 +36,7 @@ class Followed:
     """What stands for a number, and says by what `formula` that is worked out."""
 
     __slots__ = ()
+    dials: Any
     formula: Formula
 
     @property
@@ -239,7 +240,7 @@ _WITH_TENSORS = (operator.add, operator.sub, operator.mul, operator.truediv)
 
 def _comparison(name: str, function: Callable[[object, object], object]) -> Callable[[Tally, object], object]:
     def method(self: Tally, other: object) -> object:
-        if other is None:
+        if other is None or isinstance(other, Unread):
             return NotImplemented
         if self.is_real() and isinstance(other, torch.Tensor):
             return function(self.as_float(), other)

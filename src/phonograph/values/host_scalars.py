@@ -2,20 +2,24 @@
 marked `@pg.live`.
 
 In a capture nobody knows them. What stands there for such a number says that it is one, and by what formula another is worked
-out of it (``self.total += loss.item() * len(x)``): code that compares it or shows it is refused. What comes out at the end is
-read when a replay has run, as any result is, and worked out then. Only arithmetic that cannot raise is a formula; and what C
-code makes of numbers, `sum` or NumPy, is none: of floats it may make another.
+out of it (``self.total += loss.item() * len(x)``); code that does anything else with it is refused. What comes out at the end
+is read when a replay has run, as any result is, and worked out then. What C code makes of numbers, `sum` or NumPy, is no
+formula: of floats it may make another.
 
 A number by which the call goes on (``if found_inf.item():``) is *decisive*. It is known by its site in the code: a live call
-tells what is read there, and what is captured is what comes after that number. Each replay looks whether it is still the same.
+tells what is read there, and what is captured is what comes after that number. Each replay looks whether it is still the same;
+of a float, whether what the call has decided by it is (``if loss.item() < best:``), or that arithmetic does not raise.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -28,23 +32,29 @@ from ..errors import Refusal
 from ..python.bytecode import is_spelled
 from ..python.identity import identity
 from .counters import Followed, Tally, Unread
-from .formulas import Given, Values, Worked, said, written
-from .numbers import base_of
+from .formulas import Formula, Given, Values, Worked, said, written
+from .numbers import base_of, is_exact
 from .pytree import containers, flatten, unflatten
 
-__all__ = ["COMPARISONS", "LEFT_ALIGNED", "NUMBER_READERS", "READS_NUMBER", "Numeral", "Reckoned", "Site", "listable",
-           "readable", "reading", "site_of", "tensors_of", "without"]  # fmt: skip
+__all__ = ["COMPARISONS", "LEFT_ALIGNED", "NUMBER_READERS", "READS_NUMBER", "Noted", "Numeral", "Reckoned", "Site", "listable",
+           "readable", "reading", "site_of", "tensors_of", "without", "worked_out"]  # fmt: skip
 
-_OF_TWO = ("pow", "divmod", "and", "or", "xor", "lshift", "rshift")
-_OTHERS = (
-    "bool", "float", "int", "index", "complex", "str", "repr", "format", "hash", "eq", "ne", "lt", "le", "gt", "ge",
-    "trunc", "floor", "ceil", "invert", "reduce_ex", "copy", "deepcopy", "getattr", "array",
-)  # fmt: skip
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod")
-_DIVIDE = _ARITHMETIC[3:]
-_ASKED = (*(f"__{name}__" for name in (*_OF_TWO, *_OTHERS)), *(f"__r{name}__" for name in _OF_TWO))
+_DIVIDE = ("truediv", "floordiv", "mod")
+_ARITHMETIC = ("add", "sub", "mul", "pow", *_DIVIDE)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_OF_TWO: dict[str, Callable[..., Any]] = {
+    "divmod": divmod, "and": operator.and_, "or": operator.or_, "xor": operator.xor, "lshift": operator.lshift,
+    "rshift": operator.rshift,
+}  # fmt: skip
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "float": float, "int": int, "index": operator.index, "complex": complex, "str": str, "repr": repr, "format": format,
+    "hash": hash, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "invert": operator.invert, "copy": copy.copy,
+    "deepcopy": copy.deepcopy, "getattr": getattr, "reduce_ex": lambda number, protocol: number.__reduce_ex__(protocol),
+    "array": lambda number, *args, **kwargs: sys.modules["numpy"].asarray(number, *args, **kwargs),
+}  # fmt: skip
 _NOT_READERS = ("phonograph.", "torch.utils._python_dispatch", "torch._tensor", "torch._compile", "torch._dynamo.")
 _MOST = 32  # numbers of one tensor: each is a result of its own
+_UNKNOWN: Any = object()
 
 
 Site = tuple[object, object]  # a code object, and where in it the call is that reads
@@ -73,47 +83,104 @@ def site_of(frame: FrameType) -> Site:
 
 class Numeral(Unread):
     """Stands for the number in a `tensor` of one element, or for what a `formula` makes of such (`reads`: the tensors), and of
-    numbers that are followed."""
+    numbers that are followed. Where it is known what it was in the live call before (`now`), code may go on by it."""
 
-    __slots__ = ("__weakref__", "_kind", "_made", "_refuses", "formula", "reads", "tensor")
-    __array_ufunc__ = None  # NumPy's numbers leave it to this what is made of both
+    __slots__ = ("__weakref__", "_kind", "_noted", "_now", "_settled", "formula", "reads", "tensor")
 
     def __init__(
-        self, formula: Given | Worked, reads: Mapping[Given, torch.Tensor], kind: type, refuses: Callable[[], NoReturn],
-        made: list[weakref.ref[Numeral]], tensor: torch.Tensor | None = None,
+        self, noted: Noted, formula: Given | Worked, reads: Mapping[Given, torch.Tensor], kind: type,
+        tensor: torch.Tensor | None = None, now: Any = _UNKNOWN,
     ) -> None:  # fmt: skip
         self.formula, self.reads, self.tensor = formula, reads, tensor
-        self._kind, self._refuses, self._made = kind, refuses, made
-        made.append(weakref.ref(self))
+        self._noted, self._kind, self._now, self._settled = noted, kind, now, False
+        noted.made.append(weakref.ref(self))
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, refuses: Callable[[], NoReturn], made: list[weakref.ref[Numeral]]) -> Numeral:
-        """For the number in a tensor; noted among those that were `made`."""
+    def of(cls, tensor: torch.Tensor, noted: Noted, now: Any = _UNKNOWN) -> Numeral:
+        """For the number in a tensor."""
         dtype, formula = tensor.dtype, Given(-1, set())
         kind = complex if dtype.is_complex else float if dtype.is_floating_point else bool if dtype is torch.bool else int
-        return cls(formula, {formula: tensor}, kind, refuses, made, tensor)
+        return cls(noted, formula, {formula: tensor}, kind, tensor, now)
+
+    def as_whole(self) -> Any:
+        return self.carefully(int, self) if self._kind is float else self.worked(int, self)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # so that it counts as such a number where that is asked for
         return self._kind
 
-    def _asked(self, *_: object, **__: object) -> NoReturn:
-        self._refuses()
+    def real(self) -> Any:
+        """The number itself, by which the call goes on.
 
-    for _name in _ASKED:
-        locals()[_name] = _asked
-    del _name
+        Raises:
+            Refusal: it is not known.
+        """
+        if self._now is _UNKNOWN:
+            self._noted.refuses()
+        if not self._settled:
+            self._noted.decides(self.formula, self.reads, self._now, self._noted.said, self._noted.where)
+            self._settled = True
+        return self._now
 
-    def __round__(self, *digits: object) -> object:
-        return self._worked(round, self, *digits) if [*map(type, digits)] == [int] else self._asked()
-
-    def _worked(self, function: Callable[..., Any], *of: Any) -> Numeral:
-        kind = type(function(*map(_sample, of)))
+    def worked(self, function: Callable[..., Any], *of: Any) -> Any:
+        """What a function makes of these."""
+        numerals = [x for x in of if isinstance(x, Numeral)]
+        unknown = next((x for x in numerals if x._now is _UNKNOWN), None)
+        now = function(*map(_now, of)) if unknown is None else _UNKNOWN
+        kind = type(now) if unknown is None else type(function(*map(_sample, of)))
         if kind is complex:
-            self._asked()
-        reads = {k: t for x in of if isinstance(x, Numeral) for k, t in x.reads.items()}
+            return function(*map(_real, of))
+        reads = {k: t for x in numerals for k, t in x.reads.items()}
         formula = Worked(function, *[x.formula if isinstance(x, (Numeral, Followed)) else x for x in of])
-        return Numeral(formula, reads, kind, self._refuses, self._made)
+        return Numeral((self if unknown is None else unknown)._noted, formula, reads, kind, now=now)
+
+    def carefully(self, function: Callable[..., Any], *of: Any) -> Any:
+        """The same, where it may raise, or be complex: that it is not so is decided."""
+        odd = self.decided(functools.partial(_is_odd, function), *of)
+        return function(*map(_real, of)) if odd else self.worked(function, *of)
+
+    def decided(self, function: Callable[..., Any], *of: Any) -> bool:
+        """What is decided by these."""
+        found = self.worked(function, *of)
+        return bool(found.real() if isinstance(found, Numeral) else found)
+
+    def __bool__(self) -> bool:
+        return self.decided(bool, self)
+
+    def __round__(self, *digits: Any) -> Any:
+        if not digits:
+            return self.carefully(round, self)
+        return self.worked(round, self, *digits) if [*map(type, digits)] == [int] else round(self.real(), *digits)
+
+    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        plain = method == "__call__" and not kwargs and function.__name__ in _NUMPYS and is_exact(function, args)
+        if plain and all(map(_may_meet, args)):
+            return self.worked(function, *args)
+        return (function if method == "__call__" else getattr(function, method))(*map(_real, args), **kwargs)
+
+
+class Noted(NamedTuple):
+    """What numerals of one site have in common."""
+
+    made: list[weakref.ref[Numeral]]
+    """All of the call."""
+    refuses: Callable[[], NoReturn]
+    """Says that the call goes on by one that is not known."""
+    decides: Callable[[Formula, Mapping[Given, torch.Tensor], object, str, str], None]
+    """Notes that it goes on by what a formula makes of such, which is this now; and how it is read, and where."""
+    said: str
+    where: str
+
+
+_NUMPYS = frozenset({"add", "subtract", "multiply", "isfinite", "isnan", "isinf"})
+"""Functions of NumPy's that neither raise nor warn."""
+
+
+def _is_odd(function: Callable[..., object], *of: object) -> bool:
+    try:
+        return type(function(*of)) is complex
+    except (ArithmeticError, ValueError):
+        return True
 
 
 def _sample(x: Any) -> Any:
@@ -123,19 +190,13 @@ def _sample(x: Any) -> Any:
     return type(x.value)(1) if isinstance(x, Tally) else 1.0 if isinstance(x, Followed) else x
 
 
-def _arithmetic(name: str, function: Callable[[Any, Any], object], swapped: bool) -> Callable[[Numeral, object], object]:
-    def method(self: Numeral, other: Any) -> object:
-        of = (other, self) if swapped else (self, other)
-        may_raise = name in _DIVIDE and (isinstance(of[1], Numeral) or not of[1])
-        if may_raise or not _may_meet(other) or (name == "add" and not is_spelled(sys._getframe(1))):
-            self._refuses()
-        return self._worked(function, *of)
-
-    return method
+def _real(x: Any) -> Any:
+    return x.real() if isinstance(x, Numeral) else x
 
 
-def _unary(function: Callable[[Any], object]) -> Callable[[Numeral], object]:
-    return lambda self: self._worked(function, self)
+def _now(x: Any) -> Any:
+    """What this is in the call that is captured."""
+    return x._now if isinstance(x, Numeral) else x.formula(x.dials.values) if isinstance(x, Followed) else x
 
 
 def _may_meet(x: Any) -> bool:
@@ -145,16 +206,61 @@ def _may_meet(x: Any) -> bool:
     return isinstance(x, Numeral) or type(x) is bool or base_of(type(x)) is not None
 
 
+def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Numeral, Any], Any]:
+    def method(self: Numeral, other: Any, *modulus: Any) -> Any:
+        of = (other, self) if swapped else (self, other)
+        if modulus or not _may_meet(other) or (name == "add" and not is_spelled(sys._getframe(1))):
+            return function(*map(_real, (*of, *modulus)))
+        may_raise = name == "pow" or (name in _DIVIDE and (isinstance(of[1], Numeral) or not of[1]))
+        return self.carefully(function, *of) if may_raise else self.worked(function, *of)
+
+    return method
+
+
+def _comparison(function: Callable[[Any, Any], Any]) -> Callable[[Numeral, Any], Any]:
+    def method(self: Numeral, other: Any) -> Any:
+        if other is None:
+            return NotImplemented
+        return self.decided(function, self, other) if _may_meet(other) else function(self.real(), other)
+
+    return method
+
+
+def _unary(function: Callable[[Any], object]) -> Callable[[Numeral], Any]:
+    return lambda self: self.worked(function, self)
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(self.real(), *args, **kwargs)
+
+
+def _asking_swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: function(other, self.real())
+
+
 for _name in _ARITHMETIC:
     setattr(Numeral, f"__{_name}__", _arithmetic(_name, getattr(operator, _name), swapped=False))
     setattr(Numeral, f"__r{_name}__", _arithmetic(_name, getattr(operator, _name), swapped=True))
+for _name in _COMPARISONS:
+    setattr(Numeral, f"__{_name}__", _comparison(getattr(operator, _name)))
 for _name in ("neg", "pos", "abs"):
     setattr(Numeral, f"__{_name}__", _unary(getattr(operator, _name)))
+for _name, _function in (*_OF_TWO.items(), *_OTHERS.items()):
+    setattr(Numeral, f"__{_name}__", _asking(_function))
+for _name, _function in _OF_TWO.items():
+    setattr(Numeral, f"__r{_name}__", _asking_swapped(_function))
 
 
 def tensors_of(leaves: Sequence[object]) -> dict[int, torch.Tensor]:
-    """Where numerals are among these, and their tensors. (One that is worked out is asked for.)"""
-    return {i: x.tensor if x.tensor is not None else x._asked() for i, x in enumerate(leaves) if type(x) is Numeral}
+    """Where numerals are among these that stand for the number in a tensor, and the tensors."""
+    return {i: x.tensor for i, x in enumerate(leaves) if type(x) is Numeral and x.tensor is not None}
+
+
+def worked_out(formulas: Iterable[Formula], reads: Iterable[Given]) -> Callable[[Values], Sequence[Any]]:
+    """What these formulas give, of the numbers that are followed, and then of those that are read, the first one last."""
+    for i, number in enumerate(reads):
+        number.place = -1 - i  # wherever those end that are followed
+    return written(formulas)
 
 
 class Later:
@@ -167,7 +273,7 @@ class Reckoned(NamedTuple):
     """How numbers are worked out that a call has made of those that it reads at its end."""
 
     work_out: Callable[[Values], Sequence[Any]]
-    """All of them, of the numbers that are followed, and those in tensors after these, the first of them last."""
+    """All of them, as `worked_out` gives them."""
     text: str
     """By which it can be compared."""
     puts: tuple[Callable[[Any], None], ...]
@@ -227,10 +333,8 @@ def without(result: object, given: Set[int], apart: Sequence[tuple[Callable[[Any
     if not numerals:
         return Handed(result, tensors, [], None)
     reads = {k: t for x in numerals for k, t in x.reads.items()}
-    for i, number in enumerate(reads):
-        number.place = -1 - i  # wherever those end that are followed
     formulas = [x.formula for x in numerals]
-    reckoned = Reckoned(written(formulas), said(formulas), tuple([put for put, _ in apart]), len(reads))
+    reckoned = Reckoned(worked_out(formulas, reads), said(formulas), tuple([put for put, _ in apart]), len(reads))
     later = [x for x in stands.values() if isinstance(x, Later)]
     return Handed((result, [*reads.values()]), [*tensors, *reads.values()], later, reckoned)
 

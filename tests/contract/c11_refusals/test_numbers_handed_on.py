@@ -13,6 +13,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.testing import assert_same
+from tests.contract.c09_python_values import converting
 from tests.helpers import counts, may_run_live, ramp, reasons
 
 
@@ -231,18 +232,12 @@ class Steps:
 
 DEPEND = {
     "an operator": lambda x: x * x.sum().item(),
-    "a branch": lambda x: x * 2 if x.sum().item() > 9 else x,
-    "a divisor": lambda x: 1 / x.sum().item(),
-    "a power": lambda x: x.sum().item() ** 2,
     "text": lambda x: f"{x.sum().item():.3f}",
-    "an index": lambda x: x[int(x[0].item()) % 3],
-    "the standard library": lambda x: math.isnan(x.sum().item()),
+    "an index": lambda x: x[int(x[0].item()) + 1 - int(x[0].item())] * x[0].item(),
     "a shape": lambda x: torch.ones(int(x[0].item()) + 1, device=x.device),
     "a constant": lambda x: torch.full((2,), x.sum().item(), device=x.device),
     "a list that is added up": lambda x: sum(x.tolist()),
-    "a rounded one": lambda x: round(x.sum().item()),
     "an array": lambda x: float(np.mean([a := x.sum().item(), a / 3, 0.1])),
-    "a comparison of what is worked out": lambda x: x.sum().item() / 3 > 4,
     "a set": lambda x: len({x.sum().item(), 6.0}),
     "a list in a list": lambda x: x * x.view(1, 3).tolist()[0][1],
 }
@@ -256,6 +251,101 @@ def test_c11_what_depends_on_a_number_gets_it(device, function):
         x = ramp(device, 3, start=n)
         assert_same(f(x), function(x))
     assert pg.stats(f).replayed == 0  # it is another each time (test_decisive_numbers.py)
+
+
+GOES_BY = {
+    "a branch": lambda x: x * 2 if x.sum().item() > 1 else x,
+    "a comparison of what is worked out": lambda x: x.sum().item() / 3 > 0.5,
+    "two of them": lambda x: x * 2 if x.max().item() >= x.min().item() else x,
+    "the standard library": lambda x: x.sum().item() if math.isfinite(x.sum().item()) else -1.0,
+    "NumPy": lambda x: 0.0 if np.isnan(v := x.sum().item()) or np.isinf(v) else v,
+    "one that is no number": lambda x: v if (v := x.sum().item()) == v else None,
+    "a divisor": lambda x: 1 / x.sum().item(),
+    "a power": lambda x: x.sum().item() ** -2,
+    "a root": lambda x: (x.sum().item() - 3) ** 0.5,
+    "a function": lambda x: math.log(x.sum().item()),
+    "one that is whole": lambda x: (round(x.sum().item() / 7), 2.0 // x.sum().item()),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", GOES_BY.values(), ids=GOES_BY)
+def test_c11_a_call_that_goes_on_by_a_float(device, function):
+    """A replay looks at what the call has decided by it, or that it does not raise. Where that is another it runs live."""
+    f = recorded(function)
+    for n in range(8):
+        x = ramp(device, 3, start=n + 1)
+        assert_same(f(x), function(x))
+    assert pg.stats(f).replayed >= 5, reasons(f)
+    for value in (0.0, -2.0, math.nan, math.inf, 0.1, 3.0):
+        x = torch.full((3,), value, device=device)
+        try:
+            expected = function(x)
+        except ArithmeticError as e:
+            with pytest.raises(type(e)):
+                f(x)
+        except ValueError:
+            with pytest.raises(ValueError):  # noqa: PT011 (that of `math`, whose words change)
+                f(x)
+        else:
+            assert repr(f(x)) == repr(expected)
+
+
+CONVERTED = {f.__name__: f for f in (converting.metrics, converting.hits, converting.converted_again)}
+
+
+@pytest.mark.parametrize("function", CONVERTED.values(), ids=CONVERTED)
+def test_c01_numbers_that_are_converted(device, function):
+    f = recorded(function)
+    for n in range(6):
+        x = ramp(device, 3, start=n)
+        assert repr(f(x)) == repr(function(x))
+    assert pg.stats(f).replayed >= 4, reasons(f)
+
+
+OF_CLASSES = {
+    "is": lambda x: x * 2 if type(x.sum().item()) is float else x * 3,
+    "in": lambda x: {"a": v} if type(v := x.sum().item()) in (int, float) else {},
+    "isinstance": lambda x: x * 2 if isinstance(x.sum().item(), float) else x * 3,
+    "of what is worked out": lambda x: x * 2 if type(x.long().sum().item() / 2) is float else x * 3,
+    "itself": lambda x: x * 2 if x.sum().item().__class__ is float else x * 3,
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", OF_CLASSES.values(), ids=OF_CLASSES)
+def test_c01_code_that_asks_for_the_class_of_a_number(device, function):
+    f = recorded(function)
+    for n in range(5):
+        x = ramp(device, 3, start=n)
+        assert_same(f(x), function(x))
+
+
+class Best:
+    """Stops early, as training loops do."""
+
+    def __init__(self):
+        self.best, self.bad, self.at, self.n = math.inf, 0, -1, 0
+
+    def update(self, x):
+        self.n += 1
+        loss = x.square().mean().item()
+        if loss < self.best - 1e-3:
+            self.best, self.bad, self.at = loss, 0, self.n
+        else:
+            self.bad += 1
+        return self.bad > 3
+
+
+@may_run_live
+def test_c09_a_step_that_stops_early(device):
+    ours, theirs = Best(), Best()
+    f = recorded(ours.update)
+    for n in range(24):
+        x = ramp(device, 3, start=n).sin() / (1 + n % 7)
+        assert f(x) is theirs.update(x)
+        assert vars(ours) == vars(theirs)
+    assert pg.stats(f).replayed >= 12, reasons(f)
 
 
 @may_run_live
