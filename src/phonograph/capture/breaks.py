@@ -47,6 +47,8 @@ class Break:
     changed_grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
     """Gradients that the call has given to parameters before the operator. They are seen where it raises."""
     remedy = "use what gives a fixed shape, or call it outside"
+    caught = False
+    """Whether the call begins again where it raises: code may catch that, or see what the call has done before it."""
 
     def __init__(
         self, form: Form, shape: Node | None, leaves: list[object], where: str, casts: tuple[object, ...] = ()
@@ -93,7 +95,12 @@ class Break:
         args, kwargs = self._arguments(self._inputs)
         sizes = sizes_of(args, kwargs)
         with Nested(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode), Casts.restored(self._casts):
-            result = self.form.operator(*args, **kwargs)
+            try:
+                result = self.form.operator(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                if self.caught:
+                    return "raises, other than before"
+                raise
             if form_of(self.form.operator, args, kwargs, result) != self.form or sizes_of(args, kwargs) != sizes:
                 return _SHAPE
             self._put(result)

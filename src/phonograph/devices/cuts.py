@@ -137,7 +137,7 @@ class Cuts:
         mine = [x for x, g in zip(leaves, given, strict=True) if g is HERE]
         for t in written:
             watch.writes(t)
-        self._check(operator, runs)
+        caught = self._check(operator, runs)
         if any(isinstance(m, Meta) and m.device != watch.device for m in form.results):
             raise Refusal(f"{runs}, which gives a tensor elsewhere than on {watch.device}", "pass it as an argument")
         if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
@@ -152,7 +152,7 @@ class Cuts:
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten, [*numbers])
         else:
             part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
-            part.changed_grads = self._changed_grads()
+            part.changed_grads, part.caught = self._changed_grads(), caught
         part.said = said
         arrived = self._arrived(part, runs)
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
@@ -222,19 +222,24 @@ class Cuts:
         self._watch.drew = self._watch.drew or m.random or not m.compiled
         return operators.written_by(m, args, kwargs)
 
-    def _check(self, operator: OpOverload | Marked, runs: str) -> None:
-        """Whether the call may be cut here, and code run."""
+    def _check(self, operator: OpOverload | Marked, runs: str) -> bool:
+        """Whether the call may be cut here, and code run. Returns whether the call begins again where that raises, because code
+        may catch it, or see what the call has done before."""
         watch = self._watch
         self._may_cut(runs)
-        if watch.caught(any_kind=isinstance(operator, Marked) or operators.meaning(operator).others):
+        any_kind = isinstance(operator, Marked) or operators.meaning(operator).others
+        caught = watch.comes_to_users(any_kind=any_kind)
+        if watch.forked() or (caught and any_kind):
             raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
-        for place in changed(self._held):
-            raise Refusal(f"{runs} while {place} is another than before the call", "change it before the call")
+        others = changed(self._held)
+        if others and any_kind:
+            raise Refusal(f"{runs} while {others[0]} is another than before the call", "change it before the call")
         (autocast, *now), (before, *then), (_, *outside) = _modes(), self._modes, self._outside
         casts = isinstance(operator, Marked) and autocast != before  # an operator runs with what it is then
         if casts or now not in (then, outside):
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
+        return caught or bool(others)
 
     def _may_cut(self, runs: str) -> None:
         """Whether the call may be cut here."""

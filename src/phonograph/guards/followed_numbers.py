@@ -111,7 +111,7 @@ _SPECIAL["aten::addmm"] = _SPECIAL["aten::baddbmm"] = _SPECIAL["aten::addmv"] = 
 
 # What takes numbers in C, or asks of which class they are, in code that names it.
 _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_into", "Decimal", "timedelta", "array", "ops",
-                     "type", "__class__", "id"})  # fmt: skip
+                     "type", "id"})  # fmt: skip
 # By what code asks whether something looks at torch's functions: whoever does not hand over to that then goes another way. Of
 # torch's own, autocast and devices ask for modes of theirs.
 _ASKS = "has_torch_function"
