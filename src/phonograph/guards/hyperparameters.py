@@ -48,7 +48,7 @@ from .._torch.modes import without_modes
 from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
 from .._torch.native import Fact
 from ..errors import Unseen
-from ..python.bytecode import is_spelled
+from ..python.at_work import is_spelled
 from ..python.holders import Spot
 from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only

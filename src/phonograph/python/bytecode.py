@@ -14,13 +14,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import pairwise
-from types import CodeType, FrameType
+from types import CodeType
 from typing import NamedTuple
 
 from .code_cache import of_code
 
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asks_its_base", "catches",
-           "formats_any", "hands_out", "has_instruction", "is_spelled", "items_set", "looks_around", "looks_around_itself",
+           "formats_any", "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself",
            "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full",
            "uses_of_float", "uses_of_int", "uses_of_type", "words_in", "words_of"]  # fmt: skip
 
@@ -826,9 +826,3 @@ def read_at(code: CodeType, name: str) -> list[int]:
             if i.opname.startswith("LOAD_") and name in loaded:
                 found.append(line)
     return found
-
-
-def is_spelled(frame: FrameType) -> bool:
-    """Whether code of this frame has written that two values are added now. Where C code does it, it may go another way with
-    numbers of Python's own: since Python 3.12 `sum` makes up for what floats lose."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("BINARY_", "INPLACE_"))

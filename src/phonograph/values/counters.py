@@ -18,12 +18,14 @@ import math
 import operator
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from .._torch.dynamic import Args, Kwargs
-from ..python.bytecode import is_spelled
+from ..python.at_work import asked_container, is_spelled
+from ..python.identity import identity
 from .formulas import Formula, Worked
 from .numbers import as_bytes, base_of, is_exact, is_small_array
 
@@ -96,7 +98,11 @@ class Tally(Followed):
         return bool(self.dials.decide((self.said, "__bool__"), self.formula))
 
     def __hash__(self) -> int:
-        return hash(self.as_decided("is looked up"))
+        container = asked_container(sys._getframe(1)) if not self.is_real() else None
+        if container is None:
+            return hash(self.as_decided("is looked up"))
+        self.dials.decide(("in", self.said, identity(container)), Worked(partial(_has, container), self.formula))
+        return hash(self.value)
 
     def __copy__(self) -> Tally:
         return self
@@ -139,6 +145,10 @@ class Tally(Followed):
 
     def __round__(self, *digits: Any) -> object:
         return _worked(self, "__round__", round, *digits) if all(map(_plain, digits)) else round(self.value, *digits)
+
+
+def _has(container: Any, number: object) -> bool:
+    return number in container
 
 
 def _real(value: Any, why: str) -> Any:

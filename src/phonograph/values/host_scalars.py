@@ -29,7 +29,7 @@ import torch
 from .._torch.dynamic import Leaves
 from .._torch.tensors import has_memory
 from ..errors import Refusal
-from ..python.bytecode import is_spelled
+from ..python.at_work import is_spelled
 from ..python.identity import identity
 from .counters import Followed, Tally, Unread
 from .formulas import Formula, Given, Values, Worked, said, written

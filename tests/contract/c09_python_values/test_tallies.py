@@ -764,3 +764,30 @@ def test_c09_a_number_among_the_states_of_parameters(device):
         assert_same(recorded(x), step(*theirs, x))
         assert ours[1].state["steps"] == theirs[1].state["steps"]
     assert pg.stats(recorded).replayed >= 12, reasons(recorded)
+
+
+class Looks:
+    """Asks whether its count is in a set, a dictionary, or a constant."""
+
+    def __init__(self, device):
+        self.n, self.at, self.rates = 0, {9, 12}, {5: 0.5, 11: 0.25}
+
+    def update(self, x):
+        self.n += 1
+        if self.n in self.at:
+            x = x * 2
+        if self.n not in self.rates:
+            return x + (self.n in {3, 7})
+        return x * self.rates[self.n]
+
+
+def test_c09_a_count_that_is_looked_for_in_a_set(device):
+    """The decision is whether it is there: the calls for which it is not are of one kind."""
+    recorded = alongside(device, Looks, calls=30, keep="always")
+    assert pg.stats(recorded).replayed >= 24, reasons(recorded)
+    assert pg.stats(recorded).recorded <= 7, reasons(recorded)
+
+
+def test_c09_a_set_that_changes_in_which_a_count_is_looked_for(device):
+    recorded = alongside(device, Looks, calls=30, change=lambda thing, n: n == 20 and thing.at.add(24), keep="always")
+    assert pg.stats(recorded).replayed >= 20, reasons(recorded)
