@@ -26,6 +26,7 @@ from ..memory.pool import copy_of, unexpanded
 from ..python.identity import identity
 from ..state.reentrancy import Nested
 from ..state.rng import put
+from ..values.formulas import Values
 from ..values.host_scalars import READS_NUMBER
 from ..values.pytree import flatten, unflatten
 from ..values.pytree_nodes import Node
@@ -46,6 +47,8 @@ class Break:
     changed_grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
     """Gradients that the call has given to parameters before the operator. They are seen where it raises."""
     remedy = "use what gives a fixed shape, or call it outside"
+    caught = False
+    """Whether the call begins again where it raises: code may catch that, or see what the call has done before it."""
 
     def __init__(
         self, form: Form, shape: Node | None, leaves: list[object], where: str, casts: tuple[object, ...] = ()
@@ -92,7 +95,12 @@ class Break:
         args, kwargs = self._arguments(self._inputs)
         sizes = sizes_of(args, kwargs)
         with Nested(waits=True), below_autograd(), torch.set_grad_enabled(self._grad_mode), Casts.restored(self._casts):
-            result = self.form.operator(*args, **kwargs)
+            try:
+                result = self.form.operator(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                if self.caught:
+                    return "raises, other than before"
+                raise
             if form_of(self.form.operator, args, kwargs, result) != self.form or sizes_of(args, kwargs) != sizes:
                 return _SHAPE
             self._put(result)
@@ -125,21 +133,26 @@ class Break:
 
 
 class Decision(Break):
-    """A number is read of a tensor, by which the call goes on: the next segment is what comes after this very number."""
+    """A number is read of a tensor, by which the call goes on: the next segment is what comes after this very number. Or it is
+    what is worked out of such, and of the numbers that are `followed`."""
 
     remedy = 'where that is rare, nothing; else torch.where instead of `if`, or torch.compile(..., backend="phonograph")'
 
-    def __init__(self, number: object, said: str, where: str) -> None:
+    def __init__(
+        self, number: object, said: str, where: str, work_out: Callable[[Values], Sequence[object]] | None = None,
+        followed: Callable[[], Values] = tuple,
+    ) -> None:  # fmt: skip
         super().__init__(Form(READS_NUMBER, None, ()), None, [HERE], where)
         self.said = said
-        self._number = number
+        self._number, self._work_out, self._followed = number, work_out, followed
 
     def __str__(self) -> str:
         return f"a look at a number{f' at {self.where}' if self.where else ''}, which has to be {self._number!r}"
 
     def run(self, done: list[Done], generators: Sequence[object]) -> str:
         with Nested(waits=True), below_autograd():
-            now = self._inputs[0].item()
+            read = [t.item() for t in self._inputs]
+        now = read[0] if self._work_out is None else self._work_out((*self._followed(), *reversed(read)))[0]
         return "" if repr(now) == repr(self._number) else "reads another number than before"
 
 

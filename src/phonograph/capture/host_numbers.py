@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Set
 from types import CodeType, FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,8 +22,9 @@ from ..aten import operators
 from ..errors import Decides, Refusal
 from ..guards.reachable import Reach
 from ..python.handlers import comes_to_something
-from ..values.host_scalars import READS_NUMBER, Numeral, Site, listable, readable, site_of
-from ..values.wording import COMPILED
+from ..python.origin import users_line
+from ..values.host_scalars import READS_NUMBER, Noted, Numeral, Site, listable, readable, site_of
+from ..values.wording import COMPILED, source_of
 from .numbers_in_tensors import NumbersInTensors
 from .random_states import RandomStates
 from .refusals import Refusals
@@ -54,19 +55,31 @@ class HostNumbers(NumbersInTensors, Refusals, RandomStates):
         """Where numbers are read by which the call goes on."""
         self.deciding: Callable[[torch.Tensor, Site], object] | None = None
         """Ends a segment there; returns the number."""
+        self.noted: Callable[[Site], object] | None = None
+        """What the live call before has read there."""
+        self.goes_by: Callable[..., None] | None = None
+        """Ends a segment where the call goes on by what a formula makes of numbers in tensors."""
         self._generators_catch = reach.mentions.generators_catch
 
     # -- numbers
 
     def numeral(self, t: torch.Tensor, site: Site) -> Numeral | None:
         """What stands for the number in this tensor, if the call may hand it on without knowing it."""
-        if self.numerals is None or not readable(t, self.device):
-            return None
-        found = Numeral(t.detach().clone(), functools.partial(self.reads_number, site))
-        self.numerals.append(weakref.ref(found))
+        return self._noted(t, site) if self.numerals is not None and readable(t, self.device) else None
+
+    def _noted(self, t: torch.Tensor, site: Site, *now: object) -> Numeral:
+        assert self.numerals is not None
         if not self.would_refuse:
-            self.would_refuse.append(self.placed(operators.reads_value(), sys._getframe(1)))
-        return found
+            self.would_refuse.append(self.placed(operators.reads_value(), sys._getframe(2)))
+        refuses, said = functools.partial(self.reads_number, site), source_of(READS_NUMBER.name())
+        return Numeral.of(t.detach().clone(), Noted(self.numerals, refuses, self._goes_by, said, users_line()), *now)
+
+    def read_later(self, t: torch.Tensor, frame: FrameType) -> Numeral | None:
+        """The same, for a frame that makes it a float or a whole number; None if it has to read it."""
+        site = site_of(frame)
+        if self.fixed(t) is not None:
+            return None
+        return self.compared(t, site) if site in self.decisive else self.numeral(t, site)
 
     def listed(self, t: torch.Tensor, site: Site) -> object:
         """The same for `tolist`: lists of such. None if they are many, or the call may not hand them on."""
@@ -82,6 +95,18 @@ class HostNumbers(NumbersInTensors, Refusals, RandomStates):
         refusal = operators.reads_value(name) if self.numerals is None or not self.insists else _decides(name, site_of(frame))
         refusal.final = self.insists
         return self.placed(refusal, frame)
+
+    def compared(self, t: torch.Tensor, site: Site) -> Numeral | None:
+        """What stands for the number in this tensor, if it is known that the call goes on by it, and it is a float: that is
+        hardly ever the same again, but what the call decides by it may be."""
+        if site not in self.decisive or not readable(t, self.device) or not t.is_floating_point() or self.numerals is None:
+            return None
+        assert self.noted is not None
+        return self._noted(t, site, self.noted(site))
+
+    def _goes_by(self, *what: Any) -> None:
+        assert self.goes_by is not None
+        self.goes_by(*what)
 
     def decided(self, t: torch.Tensor, site: Site) -> Thing:
         """The number in this tensor, which is read at this site, if it is known that the call goes on by it; else None."""

@@ -20,6 +20,7 @@ from ..slots.column import Tensors
 from ..slots.inputs import Slot
 from ..slots.memories import MEMORY
 from ..slots.table import Table
+from ..values.host_scalars import Reckoned
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to
 from ..values.wording import Naming
@@ -239,6 +240,8 @@ class Recording:
     """Parts that run live between its segments."""
     numbers: tuple[int, ...] = ()
     """Leaves of the result that are numbers, read of tensors."""
+    reckoned: Reckoned | None = field(default=None, repr=False)
+    """What is worked out of them."""
     retrace: Any = field(default=None, repr=False)
     """What it takes to compare it with the code that it was made of."""
     origins: tuple[tuple[tuple[int, Origin], ...], ...] = field(default=(), repr=False)

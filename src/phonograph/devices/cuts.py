@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
@@ -37,13 +37,15 @@ from ..python.holders import Holder
 from ..python.identity import identity
 from ..python.origin import users_line
 from ..python.standing import Standing
-from ..values.host_scalars import READS_NUMBER, Site, tensors_of
+from ..values.formulas import Formula, Given
+from ..values.host_scalars import READS_NUMBER, Numeral, Site, tensors_of, worked_out
 from ..values.keys import NoSignature, plain_key
 from ..values.pytree import flatten, unflatten
 from ..values.wording import COMPILED, source_of
 
 __all__ = ["UNDONE", "Cuts", "Unmarked"]
 
+_GOES_BY = "goes on by a number that it reads"
 UNDONE = 64 << 20  # bytes outside that may be written up to where a call may begin again, and that each replay notes before
 
 
@@ -89,6 +91,7 @@ class Cuts:
         if self._notes is not None:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
             self._watch.decisive, self._watch.deciding = self._notes.decisive, self.decide
+            self._watch.noted, self._watch.goes_by = self.noted, self.goes_by
             self._numbers = {site: iter(numbers) for site, numbers in self._notes.numbers.items()}
             self._left = len(self._notes.forms) + sum(map(len, self._notes.numbers.values()))
             self._watch.arrivals = Arrivals(self._watch.copied) if self._left else None
@@ -103,6 +106,7 @@ class Cuts:
             self._backwards.__exit__(None, None, None)
         self._watch.split, self._watch.decisive = frozenset(), frozenset()
         self._watch.arrivals = None
+        self._watch.noted = self._watch.goes_by = None
         self._watch.cutting = self._watch.deciding = None  # or it would keep itself, with all that it has noted
 
     def cut(self, operator: OpOverload | Marked, args: Args, kwargs: Kwargs) -> object:
@@ -118,6 +122,7 @@ class Cuts:
         shape = flatten((args, kwargs), leaves)
         numbers = tensors_of(leaves)
         leaves = [None if i in numbers else reals(x, "is given to what runs live") for i, x in enumerate(leaves)]
+        leaves = [x.real() if type(x) is Numeral else x for x in leaves]
         for x in leaves:
             self._passable(x, runs, isinstance(operator, Marked))
         watch.dials_lost(leaves)
@@ -132,7 +137,7 @@ class Cuts:
         mine = [x for x, g in zip(leaves, given, strict=True) if g is HERE]
         for t in written:
             watch.writes(t)
-        self._check(operator, runs)
+        caught = self._check(operator, runs)
         if any(isinstance(m, Meta) and m.device != watch.device for m in form.results):
             raise Refusal(f"{runs}, which gives a tensor elsewhere than on {watch.device}", "pass it as an argument")
         if any(isinstance(m, Meta) and m.inference is not torch.is_inference_mode_enabled() for m in form.results):
@@ -147,7 +152,7 @@ class Cuts:
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten, [*numbers])
         else:
             part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
-            part.changed_grads = self._changed_grads()
+            part.changed_grads, part.caught = self._changed_grads(), caught
         part.said = said
         arrived = self._arrived(part, runs)
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
@@ -160,7 +165,7 @@ class Cuts:
     def decide(self, t: torch.Tensor, site: Site) -> object:
         """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before.
         (One that is the same as another that was looked at needs no look.)"""
-        runs = "goes on by a number that it reads"
+        runs = _GOES_BY
         for number in self._numbers.get(site, iter(())):
             if not self._watch.bodies and self._watch.alike.reads(t, number):
                 self._one_less()
@@ -171,6 +176,21 @@ class Cuts:
                 self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
             return number
         raise self._watch.located(Unseen(f"{runs}, and did not read it before", "read it in every call", final=False))
+
+    def noted(self, site: Site) -> object:
+        """The number that the live call before has read at this site."""
+        for number in self._numbers.get(site, iter(())):
+            return number
+        raise self._watch.located(Unseen(f"{_GOES_BY}, and did not read it before", "read it in every call", final=False))
+
+    def goes_by(self, formula: Formula, reads: Mapping[Given, torch.Tensor], now: object, said: str, where: str) -> None:
+        """End a segment, because the call goes on by what a formula makes of numbers in these tensors, which is this now."""
+        with _cutting():
+            self._may_cut(_GOES_BY)
+            work_out, dials = worked_out([formula], reads), self._watch.dials
+            part = Decision(now, said, where, work_out, lambda: dials.values if dials else ())
+            tensors = [t.detach() for t in reads.values()]
+            self._watch.interrupt(part, str(part), [*tensors, *self._arrived(part, _GOES_BY)], [], [])
 
     def _may_be_written(self, tensors: list[torch.Tensor]) -> None:
         """These from outside are given to a marked function as they are. Where a call begins again, they are put back, if they
@@ -202,19 +222,24 @@ class Cuts:
         self._watch.drew = self._watch.drew or m.random or not m.compiled
         return operators.written_by(m, args, kwargs)
 
-    def _check(self, operator: OpOverload | Marked, runs: str) -> None:
-        """Whether the call may be cut here, and code run."""
+    def _check(self, operator: OpOverload | Marked, runs: str) -> bool:
+        """Whether the call may be cut here, and code run. Returns whether the call begins again where that raises, because code
+        may catch it, or see what the call has done before."""
         watch = self._watch
         self._may_cut(runs)
-        if watch.caught(any_kind=isinstance(operator, Marked) or operators.meaning(operator).others):
+        any_kind = isinstance(operator, Marked) or operators.meaning(operator).others
+        caught = watch.comes_to_users(any_kind=any_kind)
+        if watch.forked() or (caught and any_kind):
             raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
-        for place in changed(self._held):
-            raise Refusal(f"{runs} while {place} is another than before the call", "change it before the call")
+        others = changed(self._held)
+        if others and any_kind:
+            raise Refusal(f"{runs} while {others[0]} is another than before the call", "change it before the call")
         (autocast, *now), (before, *then), (_, *outside) = _modes(), self._modes, self._outside
         casts = isinstance(operator, Marked) and autocast != before  # an operator runs with what it is then
         if casts or now not in (then, outside):
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
+        return caught or bool(others)
 
     def _may_cut(self, runs: str) -> None:
         """Whether the call may be cut here."""

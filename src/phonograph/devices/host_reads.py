@@ -76,6 +76,8 @@ def _number(watch: OperatorWatch, name: str, t: torch.Tensor, site: Site) -> obj
     """
     if name in LISTED:
         return watch.listed(t, site)
+    if name == ITEM and (numeral := watch.compared(t, site)) is not None:
+        return numeral
     number = watch.decided(t, site)
     if name == ITEM:
         return watch.numeral(t, site) if number is None else number

@@ -54,7 +54,7 @@ from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, first_line, innermost, naming
 from ..values.wording import operator as written
 from .call_arguments import Arguments
-from .capture_terms import Request
+from .capture_terms import Advances, Request
 from .current_capture import capturing
 from .evidence import Behaviour, CodeThatRan, Evidence
 from .prepared import Prepared
@@ -115,7 +115,7 @@ class DryRun:
                 raise Overlooked(frozenset(), [keeper]) from None
             refusal.places = [levels(self._listener.loggers.values())] if self._listener is not None else []
             raise
-        except (Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
+        except (Advances, Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
             raise
         except BaseException as e:  # SystemExit and the like: effects before it are the live run's
             raise self._failed(e) from e
@@ -192,17 +192,20 @@ class DryRun:
         watch.stood_in()
         found = before(self._prepared.snapshot.holders)
         result, state, listener = self._call(arguments.args, by_name, watch)
-        self._dials.left()
+        apart = self._dials.left()
         result, effects = self._with_effects(result, arguments, found, watch, listener)
         wait_for_all(_leaves_of(result))  # only then each is known for what it is
-        result, read = without(result, {*map(identity, arguments.built)})
+        result, read, later, reckoned = without(result, {*map(identity, arguments.built)}, apart)
+        del apart
         returned = self._returned(result, effects, arguments.built)
         result = returned.leaves
+        reckoned = reckoned.of_leaves(result, later) if reckoned is not None else None
         fed = self._prepared.grads.fed
         if fed is not None and not fed.storages.isdisjoint(storage_id(t) for t in _tensors_in(result) if has_memory(t)):
             raise hands_on()
         numbers = tuple(i for i, leaf in enumerate(result) if any(leaf is t for t in read))
         if any(ref() is not None for ref in watch.numerals or ()):
+            self._follow_unread()
             kept = Refusal("keeps a number that it reads of a tensor (item)", "return it, or keep the tensor")
             kept.cutting = True
             raise kept
@@ -210,13 +213,25 @@ class DryRun:
         self._check(arguments, modes_before, listener)
         if watch.digest is not None:
             leaves = [identity(x.thing) if type(x) is Given else x for x in result]
+            leaves += [reckoned.text] if reckoned is not None else []
             watch.digest.end(returned.shape, leaves, watch.kernels())
         if tracing is not None:
             tracing.ended(result, listener.ran, watch.outside, request.reach.mentions.names)
         watch.check_heard()
         code = CodeThatRan.heard(listener, effects.known, request.reach.mentions.names)
-        self._behaviour = Behaviour(code, tuple(given), arguments.copied(), returned, numbers, effects.left)
+        self._behaviour = Behaviour(code, tuple(given), arguments.copied(), returned, numbers, reckoned, effects.left)
         return _with_slots(result, [*zip(seen, slots, strict=True), *zip(given, slots, strict=True), *state])
+
+    def _follow_unread(self) -> None:
+        """Follow what has stood where there are numbers now that are known only when a replay has run.
+
+        Raises:
+            Advances: that could be followed.
+        """
+        terms = self._request.terms
+        unread = self._prepared.snapshot.unread() if self._request.whole else []
+        if terms.following is not None and terms.following.advances(unread, terms.concessions.baked):
+            raise Advances
 
     def _prepare(self, watch: OperatorWatch) -> None:
         """Tell the watch what the call is like."""
@@ -229,6 +244,7 @@ class DryRun:
         if terms.following is not None and self._request.whole:
             watch.may_follow = partial(terms.following.may_want, baked=terms.concessions.baked)
         watch.numerals, watch.steps_whole = [] if terms.numbers is not None else None, terms.steps_whole
+        self._dials.reads_later = watch.read_later if watch.numerals is not None else None
         watch.would_refuse = terms.numbers if terms.numbers is not None else []
         watch.works_in(self._prepared.buckets)
         if self._request.backward is not None and self._request.backward.origins is not None:

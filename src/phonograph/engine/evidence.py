@@ -17,6 +17,7 @@ from ..guards.hyperparameters import Dials
 from ..python.executed_code import Ran
 from ..python.loggers import Question
 from ..python.origin import BACKWARD
+from ..values.host_scalars import Reckoned
 from .returned import Returned
 
 __all__ = ["Behaviour", "CodeThatRan", "Evidence"]
@@ -70,6 +71,8 @@ class Behaviour:
     """The result, taken apart."""
     numbers: tuple[int, ...]
     """Leaves of the result that are numbers, to be read."""
+    reckoned: Reckoned | None
+    """What is worked out of them."""
     left: Left
     """What the call leaves in attributes and containers. It is not there any more; tensors among it are in the result."""
 

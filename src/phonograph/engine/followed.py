@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Refusal
-from ..guards.followed_numbers import Fixed, Unfollowed, is_compiled, judged, marked, of_arguments
+from ..guards.followed_numbers import Fixed, Unfollowed, asks_of_classes, is_compiled, judged, marked, of_arguments
 from ..guards.tensor_numbers import in_tensors
 from ..python.holders import Spot
 from ..python.names_in_code import CYCLED, LIVE
@@ -45,8 +45,11 @@ def check_numbers(request: Request, evidence: Evidence) -> None:
 
     Raises:
         Unfollowed: some were not.
+        Refusal: code may have asked for the class of one that is read when a replay has run.
     """
     dials, captured, reach = evidence.dials, evidence.captured, request.reach
+    if captured.watch.numerals and asks_of_classes(dials, evidence.behaviour.code.functions):
+        raise captured.watch.would_refuse[0]
     if not dials.spots:
         return
     leaves: list[object] = []

@@ -52,14 +52,15 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
     _no_arrays_written(request.reach, evidence)
     changes = prepared.snapshot.changes()  # `self.seen = []` is none
     settings: list[Setting] = []
-    if changes and request.terms.following is not None and request.whole and not watch.parts:
+    may_see = [part for part in watch.parts if part.may_write_anything()]  # what the call leaves, before it is there
+    if changes and request.terms.following is not None and request.whole and not may_see:
         settings = _settings(request, prepared.snapshot)
         changes = prepared.snapshot.changes() if settings else changes
     relied = None if changes else _relied(request, evidence)
     left = evidence.behaviour.left
     changes += left.paths if relied is None else []
     carried = request.terms.carried
-    seen = [p.path for p in left.puts if carried.has(p.of, p.name) or p in left.items] if watch.parts else []
+    seen = [p.path for p in left.puts if carried.has(p.of, p.name) or p in left.items] if may_see else []
     if seen:
         said = f"sets {seen[0]}, which what runs live meanwhile may read"
         refusal = Refusal(said, "set it outside, or pass it", final=False)

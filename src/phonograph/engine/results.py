@@ -41,7 +41,8 @@ class Results:
         self._takes = recording.table.effects.leave_results if recording.table.effects.takes_results else None
         self._rebuild = rebuilding(recording.shape, len(outputs))
         if recording.numbers:
-            self._rebuild = reading(recording.numbers, self._rebuild)
+            dials = recording.table.numbers.dials
+            self._rebuild = reading(recording.numbers, self._rebuild, recording.reckoned, lambda: dials.values)
         indices = None if self._plain is None or self._attached or self._takes else [i for i, _ in self._plain]
         self.of_copies: Callable[[Leaves], object] | None = self._rebuild if indices == [*range(len(copies))] else None
         """Makes the result of the copies alone, in their order, if it takes no more."""

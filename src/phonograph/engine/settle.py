@@ -93,6 +93,7 @@ class Settlement:
             releases=frozenset() if release is None else frozenset(release.given),
             live_parts=watch.parts,
             numbers=behaviour.numbers,
+            reckoned=behaviour.reckoned,
             retrace=Retrace.of(watch.digest, request.terms, self._evidence.dials),
             origins=watch.origins.named(request.reach),
         )

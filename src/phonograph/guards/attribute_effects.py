@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from operator import is_, is_not
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -102,7 +102,7 @@ class Found(NamedTuple):
 def before(holders: Sequence[Holder]) -> Found:
     tables, lists = list[_Table](), list[_List]()
     for h in holders:
-        if h.owner is not None and _sets_plainly(type(h.owner)) and not is_table(h.owner):
+        if h.owner is not None and (_sets_plainly(type(h.owner)) or _is_heard(type(h.owner))) and not is_table(h.owner):
             tables.append((h, h.owner, dict(own_dict(h.owner) or {})))
         tables += [(h, d, dict(d)) for d in h.tables() if is_table(d)]
         if h.contents is not None and type(of := h.contents.now()) in (list, deque):
@@ -157,8 +157,9 @@ def left_by(
         if not pairs:
             continue
         item, module = own is of, issubclass(type(of), torch.nn.Module)  # `isinstance` asks the object
+        plainly = not item and _sets_plainly(type(of))
         counted = {name: b - a for name, a, b in pairs
-                   if not item and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
+                   if plainly and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
         sets = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
         sets |= rates
         may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
@@ -258,6 +259,12 @@ def _sets_plainly(kind: type) -> bool:
     """Whether to set a number or a tensor as an attribute of such an object is to put it into the object's dictionary."""
     sets: object = kind.__setattr__
     return sets in (object.__setattr__, torch.nn.Module.__setattr__, SimpleNamespace.__setattr__)
+
+
+def _is_heard(kind: type) -> bool:
+    """Whether code of Python's sets them: what that does besides is one more effect of the call, and what it makes of a tensor
+    is one more tensor. (It may make another thing of a count, once that is large.)"""
+    return type(kind.__setattr__) is FunctionType
 
 
 def _are_rates(old: object, new: object) -> bool:

@@ -247,12 +247,14 @@ def _inside(value: object) -> tuple[Leaves, Leaves]:
 
 def _value(known: _Known) -> object:
     of = known.of()
+    if of is None:  # it has gone
+        return MISSING
     return [*of] if known.name is CONTENTS else (table_of(of) or {}).get(known.name, MISSING)
 
 
 def _is(value: Thing, other: Thing, name: object) -> bool:
     """Whether this is what stood in a place of that name: of a list, the same in it."""
-    return value is other if name is not CONTENTS else [*map(identity, value)] == [*map(identity, other)]
+    return value is other if name is not CONTENTS or value is MISSING else [*map(identity, value)] == [*map(identity, other)]
 
 
 def _has_its_own(t: torch.Tensor) -> bool:

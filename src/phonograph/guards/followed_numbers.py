@@ -24,9 +24,10 @@ import inspect
 import math
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -47,6 +48,7 @@ from ..python.rows import Element, elements
 from ..python.unnamed_reads import is_harmless, reads_any_of
 from ..values.counters import Followed, Tally, are_rows, said
 from ..values.formulas import Worked
+from ..values.host_scalars import Numeral
 from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to
@@ -55,7 +57,8 @@ from .composite_functions import CONSTANTS, WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals, unread
 from .reachable import Reach
 
-__all__ = ["Fixed", "Following", "Unfollowed", "guarding", "is_compiled", "judged", "marked", "of_arguments", "reader", "takes"]
+__all__ = ["Fixed", "Following", "Unfollowed", "asks_of_classes", "guarding", "is_compiled", "judged", "marked", "of_arguments",
+           "reader", "takes"]  # fmt: skip
 
 At = tuple[int, object]
 
@@ -108,7 +111,7 @@ _SPECIAL["aten::addmm"] = _SPECIAL["aten::baddbmm"] = _SPECIAL["aten::addmv"] = 
 
 # What takes numbers in C, or asks of which class they are, in code that names it.
 _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_into", "Decimal", "timedelta", "array", "ops",
-                     "type", "__class__", "id"})  # fmt: skip
+                     "type", "id"})  # fmt: skip
 # By what code asks whether something looks at torch's functions: whoever does not hand over to that then goes another way. Of
 # torch's own, autocast and devices ask for modes of theirs.
 _ASKS = "has_torch_function"
@@ -366,7 +369,9 @@ def _dials_in(value: Thing) -> Iterator[Dial | Tally]:
 @contextmanager
 def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     """During the block, what takes numbers is looked at."""
-    if not dials.spots:
+    reads_later = dials.reads_later is not None and not _READING.isdisjoint(reach.mentions.names)
+    if not (dials.spots or reads_later):
+        dials.reads_later = None  # or the dials would keep the watch
         yield
         return
     instead = {f: _derived(dials, f) for f in vars(math).values() if type(f) is BuiltinFunctionType}
@@ -385,22 +390,32 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     converting = [(name, space) for name in converters for space in _converting(name, theirs) if name not in space]
     for name, space in converting:
         space[name] = converters[name]
+
+    def convert_no_more() -> None:
+        for name, space in converting:
+            if space.get(name) is converters[name]:
+                del space[name]
+
+    dials.convert_no_more = convert_no_more
     dials.converting = {(name, id(space)) for name, space in converting}
     try:
         if any(type(v) is BuiltinFunctionType and v in instead for h in reach.holders for v in h.read()):
             dials.stray_all("may be given to a function of math that is no global variable")
-        with _Guard(dials):
+        with _Guard(dials) if dials.spots else nullcontext():  # by which some of torch's modules go another way
             yield
     finally:
-        for name, space in converting:
-            if space.get(name) is converters[name]:
-                del space[name]
+        convert_no_more()
         for space, name, f in before:
             if space.get(name) is instead[f]:
                 space[name] = f
-        dials.reading = unread  # for the watch keeps the dials
+        dials.reading, dials.reads_later, dials.convert_no_more = unread, None, _nothing  # for the watch keeps the dials
 
 
+def _nothing() -> None:
+    """Nothing is converted otherwise."""
+
+
+_READING = frozenset({"item", "tolist", "float", "int"})  # by what code reads numbers, of that which is looked at
 _Own = tuple[CodeType, dict[str, Any]]
 
 
@@ -441,19 +456,38 @@ def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
 def _converters(dials: Dials) -> dict[str, Callable[..., Thing]]:
     """What gives a number as a float, or as a whole one, followed as before, also that in a tensor; and its type."""
 
+    def later(x: Thing, frame: FrameType) -> Thing:
+        """What stands for the number in a tensor that is read when a replay has run."""
+        if not isinstance(x, torch.Tensor) or dials.reads_later is None or threading.get_ident() != mine:
+            return x
+        numeral = dials.reads_later(x, frame)
+        return x if numeral is None else numeral
+
+    mine = threading.get_ident()
+
     def as_float(x: Thing = 0.0, /) -> Thing:
         if isinstance(x, torch.Tensor) and (number := dials.reading(x, "as float", sys._getframe(1))) is not None:
             return number
+        x = later(x, sys._getframe(1))
         if type(x) is Tally:
             return x.as_float()
+        if type(x) is Numeral:
+            return x.worked(float, x)
         return x if type(x) is Dial and x.wide else float(x)
 
     def as_int(x: Thing = 0, /, *base: Thing, **kwargs: Thing) -> Thing:
         if isinstance(x, torch.Tensor) and (number := dials.reading(x, "as int", sys._getframe(1))) is not None:
             x = number
-        return x if type(x) is Tally and not x.is_real() else int(x, *base, **kwargs)
+        if type(x) is Tally and not x.is_real():
+            return x
+        x = x if base or kwargs else later(x, sys._getframe(1))
+        if type(x) is Numeral and not (base or kwargs):
+            return x.as_whole()
+        return int(x, *base, **kwargs)
 
     def as_type(x: Thing, /, *more: Thing, **kwargs: Thing) -> Thing:
+        if type(x) is Numeral:
+            return x.__class__
         if more or kwargs or not isinstance(x, Followed):
             return type(x, *more, **kwargs)
         return float if isinstance(x, Dial) else type(x.value)  # type: ignore[attr-defined]
@@ -476,6 +510,9 @@ def _derived(dials: Dials, function: Callable[..., Thing]) -> object:
 
     @wraps(function)
     def called(*args: object, **kwargs: object) -> object:
+        if len(args) == 1 and type(args[0]) is Numeral and not kwargs:
+            asks = function.__name__ in _ASK_OF_FLOATS
+            return args[0].worked(function, *args) if asks else args[0].carefully(function, *args)
         given = [*_dials_in((args, kwargs))]
         if not any(type(x) is Tally or x.wide for x in given):
             return function(*args, **kwargs)
@@ -519,6 +556,7 @@ def _unseen_by(code: CodeType) -> frozenset[str]:
     return found - {"type"} if named <= {"LOAD_ATTR", "LOAD_METHOD"} else found
 
 
+_ASK_OF_FLOATS = frozenset({"isnan", "isinf", "isfinite"})
 _NO_FLOATS = frozenset({"isnan", "isinf", "isfinite", "isclose", "floor", "ceil", "trunc", "frexp", "modf", "gcd", "lcm",
                         "isqrt", "comb", "perm", "factorial", "fsum", "prod", "dist", "sumprod"})  # fmt: skip
 
@@ -547,6 +585,23 @@ def judged(
             dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
             dials.stray_all("may be formatted by %", _kept(dials, both))
+
+
+def asks_of_classes(dials: Dials, ran: Iterable[tuple[CodeType, dict[str, object]]]) -> bool:
+    """Whether code that has run may have asked of which class a number is that nobody knows yet, and was not told."""
+    for code, space in ran:
+        if is_torchs(code.co_filename) or is_ours(code.co_filename) or is_harmless(code):
+            continue
+        uses = {name: found for name, uses in _USES.items() if (found := uses(code))}
+        if any((name, id(space)) in dials.converting and not found <= {"calls"} for name, found in uses.items()):
+            return True
+        compares = is_users(code.co_filename) or not _CLASSES.isdisjoint(code.co_names)
+        if "type" in uses and ("type", id(space)) not in dials.converting and compares:
+            return True
+    return False
+
+
+_CLASSES = frozenset({"float", "int", "bool", "complex", "Number", "numbers"})
 
 
 def _kept(dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]]) -> Set[int]:

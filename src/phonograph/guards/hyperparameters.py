@@ -48,6 +48,7 @@ from .._torch.modes import without_modes
 from .._torch.modules import optimizer_hooks, step_hooks, steps_captured, steps_itself, unscale_grads
 from .._torch.native import Fact
 from ..errors import Unseen
+from ..python.at_work import is_spelled
 from ..python.holders import Spot
 from ..python.identity import identity
 from ..python.introspection import hands_on, takes_parameters_only
@@ -55,7 +56,7 @@ from ..python.names_in_code import LIVE
 from ..python.origin import is_ours, is_torchs, written_out
 from ..python.rows import Element, Handed, Row, leave, put_anew
 from ..python.standing import ended
-from ..values.counters import LARGEST, Followed, Tally, said, universal
+from ..values.counters import BY_C, LARGEST, Followed, Tally, Unread, said, universal
 from ..values.formulas import Formula, Given, Values, Worked, written
 from ..values.host_scalars import READS_NUMBER
 from ..values.numbers import base_of, is_truth
@@ -82,6 +83,10 @@ class Dial(float, Followed):
     __slots__ = ("dials", "formula")
     dials: Dials
     formula: Formula
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for code that asks for it
+        return float
 
     @property
     def said(self) -> Any:
@@ -136,13 +141,16 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
         if isinstance(other, complex):
             number = self.as_plain("meets a complex number")
             return function(other, number) if swapped else function(number, other)
-        if isinstance(other, Tally) or not (isinstance(other, (int, float)) or base_of(type(other))):
+        if isinstance(other, (Tally, Unread)) or not (isinstance(other, (int, float)) or base_of(type(other))):
             return NotImplemented
+        wide = self.wide or (isinstance(other, Dial) and other.wide)
+        if wide and function is operator.add and not is_spelled(sys._getframe(1)):
+            number, theirs = self.as_plain(BY_C), reals(other, BY_C)
+            return function(theirs, number) if swapped else function(number, theirs)
         if type(other).__module__ == "numpy":
             return _beside_numpys(self, name, function, other, swapped)
         theirs = other.formula if isinstance(other, Dial) else other
         formula = Worked(function, theirs, self.formula) if swapped else Worked(function, self.formula, theirs)
-        wide = self.wide or (isinstance(other, Dial) and other.wide)
         if wide and name in _MAY_FAIL:
             self.dials.may_fail((name, self.probe, said(other)), formula)
         return self.dials.derive((name, self.probe, said(other)), lambda: plain(self, other), formula, wide)
@@ -163,7 +171,7 @@ def _comparison(name: str, function: Callable[[object, object], bool]) -> Callab
     def method(self: Dial, other: object) -> object:
         if isinstance(other, complex):
             return function(self.as_plain("meets a complex number"), other)
-        if isinstance(other, Tally) or not isinstance(other, (int, float)):
+        if isinstance(other, (Tally, Unread)) or not isinstance(other, (int, float)):
             return NotImplemented
         theirs = other.formula if isinstance(other, Dial) else other
         return self.dials.decide((name, self.probe, said(other)), Worked(function, self.formula, theirs))
@@ -354,6 +362,10 @@ class Dials:
         """How often operators took each that is wide, by its probe."""
         self.reading: Callable[[object, str, FrameType], Any] = unread
         """What stands for the number in a tensor, for a frame that reads it by a function of that name; None: nothing does."""
+        self.reads_later: Callable[[torch.Tensor, FrameType], Any] | None = None
+        """What stands for the number in a tensor that this frame reads, and that a replay reads when it has run."""
+        self.convert_no_more: Callable[[], None] = lambda: None
+        """Lets all code make numbers of tensors as they are, from now on."""
         self.converting: Set[tuple[str, int]] = frozenset()
         """`float` or `int` that were other functions, and the ids of the global variables among which they were."""
         self.blind = False  # whether code may have run that no mode looked at
@@ -364,6 +376,7 @@ class Dials:
         self._tallies: dict[int, Tally] = {}
         self._become: dict[int, Formula | int | float] = {}
         """What the call leaves at spots, where that is something else than what it has found there."""
+        self._put_late: list[Spot] = []  # where it leaves what is read when it has run
         self._leave: Callable[[Values], Reading] = lambda values: ()
         self._leaves: Reading = ()  # what the next run leaves
         self._handed_out: list[Formula] = []
@@ -454,19 +467,26 @@ class Dials:
         self.decide(("is", key), Worked(operator.eq, formula, value))
         return value
 
-    def left(self) -> None:
-        """The call is over: what it has left at spots is noted, and put back."""
+    def left(self) -> list[tuple[Callable[[Any], None], Any]]:
+        """The call is over: what it has left at spots is noted, and put back. Gives what is known there only when a replay has
+        run, and how to put it there."""
+        unread = list[tuple[Callable[[Any], None], Any]]()
         anew = put_anew([spot.row for spot in self.spots if spot.row is not None])
         self._handed, self._elsewhere, handed = anew.handed, anew.elsewhere, {row for row, _, _ in anew.handed}
         for i, spot in enumerate(self.spots):
             now, stood = spot.get(), self.spot(i)
             changed = now is not stood or spot.row in anew.rows
-            if changed and (isinstance(now, (Dial, Tally)) or base_of(type(now))):
+            if isinstance(now, Unread) and spot.row is None:
+                unread.append((spot.put, now))
+                self._put_late.append(spot)
+                spot.put(stood)
+            elif changed and (isinstance(now, (Dial, Tally)) or base_of(type(now))):
                 self._become[i] = now.formula if isinstance(now, Followed) else now
                 self._put.append(_with_its_list if spot.row in handed else spot.put)
                 spot.put(stood)
         if self._become:
             self._leave = written(map(_as_formula, self._become.values()))
+        return unread
 
     def left_in(self, containers: Iterable[object]) -> None:
         """What the call returns, or leaves elsewhere, has these."""
@@ -500,7 +520,7 @@ class Dials:
     @property
     def advanced(self) -> list[Spot]:
         """Where replays leave other numbers."""
-        return [self.spots[i] for i in self._become]
+        return [*(self.spots[i] for i in self._become), *self._put_late]
 
     def derive(self, key: object, probe: Callable[[], Any], formula: Formula, wide: bool = False) -> Dial:
         """The dial for a formula, of which the key says what it is: with this probe, if it is `_telling`."""

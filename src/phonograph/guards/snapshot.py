@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .._torch.tensors import alias
 from ..python.holders import Holder, Spot
 from ..python.rows import elements
-from ..values.counters import are_numbers, are_plain, are_rows
+from ..values.counters import Unread, are_numbers, are_plain, are_rows
 from ..values.tensor_subclasses import consists_of_parts
 from .reachable import Reach
 from .sameness import all_same, equal, same
@@ -59,6 +59,17 @@ class Snapshot:
                     found.append(name_of(holder, old, now))
         states = states_of([t for _, t, _ in self.tensors])
         return found + [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
+
+    def unread(self) -> list[tuple[tuple[int, object], str]]:
+        """Where there were numbers, and are some now that are known only when a replay has run, with their names."""
+        found = []
+        for holder, old in zip(self.holders, self.values, strict=True):
+            now = holder.read()
+            if len(now) == len(old) and holder.spot is not None:
+                pairs = enumerate(zip(old, now, strict=True))
+                changed = [i for i, (a, b) in pairs if isinstance(b, Unread) and are_numbers(a, b)]
+                found += [(holder.spot(i, now).at, holder.label(i, now)) for i in changed]
+        return found
 
     def settings(self) -> list[Setting]:
         """Where there are other plain values now; none if anything else has changed."""

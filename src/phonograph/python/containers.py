@@ -216,16 +216,21 @@ def nested(path: str, d: Table, name: str, behind: object) -> Holder:
         return [one for one in dict.values(d[name]) if isinstance(one, dict)]
 
     def spot(i: int, flat: Reading) -> Spot:
-        """Of what the inner ones hold."""
-        for one in dict.values(d[name]):
+        """Of what the inner ones hold, and of what there is instead of one."""
+        for key, one in dict.items(d[name]):
             n = len(one) if isinstance(one, dict) else 0
             if isinstance(one, dict) and n < i <= 2 * n:
                 return _told_of(item(one, flat[i - n]), behind)
+            if i == 0 and not isinstance(one, dict):
+                return _told_of(item(d[name], key), behind)
             i, flat = (i - 1 - 2 * n, flat[1 + 2 * n :]) if isinstance(one, dict) else (i - 1, flat[1:])
         raise IndexError(i)
 
     def spot_of_all(i: int, values: Reading) -> Spot:
-        return spot(i - 2 - 2 * values[1], values[2 + 2 * values[1] :])
+        n = values[1]
+        if 2 <= i < 2 + n:
+            return _told_of(item(d[name], values[i + n]), behind)
+        return spot(i - 2 - 2 * n, values[2 + 2 * n :])
 
     def spot_of_some(i: int, values: Reading) -> Spot:
         n = len(d[name])

@@ -18,15 +18,18 @@ import math
 import operator
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from .._torch.dynamic import Args, Kwargs
+from ..python.at_work import asked_container, is_spelled
+from ..python.identity import identity
 from .formulas import Formula, Worked
 from .numbers import as_bytes, base_of, is_exact, is_small_array
 
-__all__ = ["LARGEST", "Followed", "Tally", "are_numbers", "are_plain", "are_rows", "said", "universal"]
+__all__ = ["BY_C", "LARGEST", "Followed", "Tally", "Unread", "are_numbers", "are_plain", "are_rows", "said", "universal"]
 
 LARGEST = 2**53  # beyond, a float is not exact
 
@@ -35,7 +38,13 @@ class Followed:
     """What stands for a number, and says by what `formula` that is worked out."""
 
     __slots__ = ()
+    dials: Any
     formula: Formula
+
+    @property
+    def wide(self) -> bool:
+        """Whether it may be anywhere in the user's code."""
+        return True
 
     @property
     def said(self) -> Any:
@@ -45,6 +54,12 @@ class Followed:
     def as_plain(self, why: str) -> Any:
         """The number that it stands for, which is not followed then."""
         raise NotImplementedError
+
+
+class Unread:
+    """What stands for a number that is read when a replay has run (`host_scalars.py`), or for what is worked out of such."""
+
+    __slots__ = ()
 
 
 class Tally(Followed):
@@ -83,7 +98,11 @@ class Tally(Followed):
         return bool(self.dials.decide((self.said, "__bool__"), self.formula))
 
     def __hash__(self) -> int:
-        return hash(self.as_decided("is looked up"))
+        container = asked_container(sys._getframe(1)) if not self.is_real() else None
+        if container is None:
+            return hash(self.as_decided("is looked up"))
+        self.dials.decide(("in", self.said, identity(container)), Worked(partial(_has, container), self.formula))
+        return hash(self.value)
 
     def __copy__(self) -> Tally:
         return self
@@ -128,6 +147,10 @@ class Tally(Followed):
         return _worked(self, "__round__", round, *digits) if all(map(_plain, digits)) else round(self.value, *digits)
 
 
+def _has(container: Any, number: object) -> bool:
+    return number in container
+
+
 def _real(value: Any, why: str) -> Any:
     """The same with real numbers in the place of tallies."""
     if type(value) is Tally:
@@ -139,13 +162,13 @@ def _real(value: Any, why: str) -> Any:
 
 def are_numbers(old: object, new: object) -> bool:
     """Whether a number has taken the place of one, or what stands for it."""
-    return base_of(type(old)) is not None and (base_of(type(new)) is not None or isinstance(new, Followed))
+    return base_of(type(old)) is not None and (base_of(type(new)) is not None or isinstance(new, (Followed, Unread)))
 
 
 def are_rows(old: Any, new: Any) -> bool:
     """The same of a tuple or list of as many numbers, where another was."""
     alike = type(old) is type(new) and type(old) in (tuple, list) and 0 < len(old) == len(new)
-    return alike and all(map(are_numbers, old, new))
+    return alike and all(map(are_numbers, old, new)) and not any(isinstance(x, Unread) for x in new)
 
 
 def are_plain(old: object, new: object) -> bool:
@@ -155,6 +178,7 @@ def are_plain(old: object, new: object) -> bool:
 
 _PLAIN = frozenset({bool, str, type(None)})
 _TO_NUMPY = "is given to NumPy"
+BY_C = "is added up by what is written in C, like sum"
 
 
 def said(x: object) -> Any:
@@ -203,7 +227,13 @@ def universal(dials: Any, function: Any, method: str, args: Args, kwargs: Kwargs
 
 def _arithmetic(name: str, function: Callable[[object, object], object], swapped: bool) -> Callable[[Tally, object], object]:
     def method(self: Tally, other: object) -> object:
+        if isinstance(other, Unread):
+            return NotImplemented
         if _plain(other):
+            real = isinstance(other, float) or self.is_real()
+            if real and function is operator.add and not is_spelled(sys._getframe(1)):
+                mine, theirs = self.as_plain(BY_C), other.as_plain(BY_C) if isinstance(other, Followed) else other
+                return function(theirs, mine) if swapped else function(mine, theirs)
             return _worked(self, name, function, other, swapped=swapped)
         if isinstance(other, torch.Tensor) and (self.is_real() or (function in _WITH_TENSORS and other.is_floating_point())):
             mine = self.as_float()
@@ -220,7 +250,7 @@ _WITH_TENSORS = (operator.add, operator.sub, operator.mul, operator.truediv)
 
 def _comparison(name: str, function: Callable[[object, object], object]) -> Callable[[Tally, object], object]:
     def method(self: Tally, other: object) -> object:
-        if other is None:
+        if other is None or isinstance(other, Unread):
             return NotImplemented
         if self.is_real() and isinstance(other, torch.Tensor):
             return function(self.as_float(), other)

@@ -13,8 +13,9 @@ from typing import Any
 from .._torch.dynamic import Reading
 from ..python.identity import identity
 from ..python.origin import written_out
+from .numbers import base_of
 
-__all__ = ["Formula", "Given", "Values", "Worked", "written"]
+__all__ = ["Formula", "Given", "Values", "Worked", "said", "written"]
 
 Values = tuple[float, ...]
 
@@ -61,6 +62,14 @@ def written(formulas: Iterable[Formula]) -> Callable[[Values], Reading]:
         f"lambda v: ({steps}({''.join(f'{name}, ' for name in results)}),)[-1]", writing.constants
     )
     return found
+
+
+def said(formulas: Iterable[Formula]) -> str:
+    """What all of these do, in words that are the same for others which do the same."""
+    writing = _Writing()
+    results = [writing.name(formula) for formula in formulas]
+    plain = {name: x for name, x in writing.constants.items() if base_of(type(x)) is not None or type(x) is bool}
+    return f"{writing.steps} {results} {plain}"
 
 
 class _Writing:

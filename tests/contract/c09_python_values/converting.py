@@ -18,3 +18,15 @@ def scaled_by(state):
         return x * (float(state.n) / 8) * float(state.flag)
 
     return f
+
+
+def metrics(x):
+    return {"loss": float(x.sum()), "whole": float(x.long().sum())}
+
+
+def hits(x):
+    return int(x.sum()) + int((x > 2).sum())
+
+
+def converted_again(x):
+    return float(x.sum().item()), int(x.long().sum().item()), int(x.mean().item() / 2)

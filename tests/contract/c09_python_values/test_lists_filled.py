@@ -10,6 +10,7 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.engine import budget, making
+from phonograph.guards.carried_state import CONTENTS, Carried, Place
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp, reasons
 
@@ -277,3 +278,12 @@ def test_c09_c15_what_grows_until_it_is_full_is_recorded_then(device, monkeypatc
         assert len(attempts) <= 3
     else:
         assert pg.stats(recorded).replayed >= 50, reasons(recorded)
+
+
+def test_c09_a_deque_that_a_call_fills_may_go():
+    carried, kept = Carried(), deque([torch.ones(3)])
+    carried.learn([Place("kept", kept, CONTENTS, True)])
+    assert carried.now()["kept"][0] is kept[0]
+    del kept
+    assert carried.now() == {"kept": "nothing"}
+    carried.stand({"kept": "nothing"})()

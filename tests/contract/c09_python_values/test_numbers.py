@@ -509,3 +509,18 @@ def test_c15_kinds_of_calls_that_are_new_all_at_once_settle(device):
 
     recorded = alongside(device, make, 600)
     assert pg.stats(recorded).replayed >= 100, pg.explain(recorded)
+
+
+ADDED_UP = {
+    "floats": lambda x, c: x * sum([c] * 9 + [0.3]),
+    "a float among others": lambda x, c: x * sum([0.1] * 3 + [c] + [0.1] * 6),
+    "with a whole number": lambda x, c: x * sum([0.1, 0.2, int(c * 10), 0.3]),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", ADDED_UP.values(), ids=ADDED_UP)
+def test_c09_numbers_that_sum_adds_up(device, function):
+    """Since Python 3.12 it makes up for what floats lose."""
+    make = attribute(lambda x, c: function(x.double(), c), lambda n: 0.1 + n * 0.3)
+    alongside(device, make, calls=14)

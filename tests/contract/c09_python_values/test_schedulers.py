@@ -20,12 +20,12 @@ FOLLOWED = {
     "lambda": lambda o: LR.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
     "polynomial": lambda o: LR.PolynomialLR(o, 100),
     "made a float": lambda o: converting.linear(o, 5, 50),
+    "milestones": lambda o: LR.MultiStepLR(o, [9, 20], 0.5),
     "one cycle": lambda o: LR.OneCycleLR(o, 0.1, total_steps=60),
     "sequential": lambda o: LR.SequentialLR(o, [LR.LinearLR(o, 0.1, total_iters=8), LR.CosineAnnealingLR(o, 30)], [8]),
 }
 OTHERS = {
     "step": lambda o: LR.StepLR(o, 7, 0.5),
-    "milestones": lambda o: LR.MultiStepLR(o, [9, 20], 0.5),
     "linear": lambda o: LR.LinearLR(o, 0.1, total_iters=8),
     "constant": lambda o: LR.ConstantLR(o, 0.5, 6),
     "restarts": lambda o: LR.CosineAnnealingWarmRestarts(o, 9),

@@ -733,3 +733,61 @@ class AsksForDataclasses:
 def test_c09_a_count_is_followed_where_something_asks_for_dataclasses(device, of_the_count):
     recorded = alongside(device, lambda device: AsksForDataclasses(device, of_the_count), keep="always")
     assert counts(recorded) == (1, 1, 13), reasons(recorded)
+
+
+class CountsInState(torch.optim.SGD):
+    """Keeps a number in its state beside what it keeps of each parameter."""
+
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        if self.state["steps"] % 4:
+            super().step(closure)
+
+
+def test_c09_a_number_among_the_states_of_parameters(device):
+    def made():
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2).to(device)
+        return net, CountsInState(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step(net, optimizer, x):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    ours, theirs = made(), made()
+    recorded = pg.record(lambda x: step(*ours, x))
+    for n in range(16):
+        x = ramp(device, 4, 3, start=n).sin()
+        assert_same(recorded(x), step(*theirs, x))
+        assert ours[1].state["steps"] == theirs[1].state["steps"]
+    assert pg.stats(recorded).replayed >= 12, reasons(recorded)
+
+
+class Looks:
+    """Asks whether its count is in a set, a dictionary, or a constant."""
+
+    def __init__(self, device):
+        self.n, self.at, self.rates = 0, {9, 12}, {5: 0.5, 11: 0.25}
+
+    def update(self, x):
+        self.n += 1
+        if self.n in self.at:
+            x = x * 2
+        if self.n not in self.rates:
+            return x + (self.n in {3, 7})
+        return x * self.rates[self.n]
+
+
+def test_c09_a_count_that_is_looked_for_in_a_set(device):
+    """The decision is whether it is there: the calls for which it is not are of one kind."""
+    recorded = alongside(device, Looks, calls=30, keep="always")
+    assert pg.stats(recorded).replayed >= 24, reasons(recorded)
+    assert pg.stats(recorded).recorded <= 7, reasons(recorded)
+
+
+def test_c09_a_set_that_changes_in_which_a_count_is_looked_for(device):
+    recorded = alongside(device, Looks, calls=30, change=lambda thing, n: n == 20 and thing.at.add(24), keep="always")
+    assert pg.stats(recorded).replayed >= 20, reasons(recorded)

@@ -208,6 +208,8 @@ class Tape(OperatorWatch):
         return out
 
     def _calls_others(self, m: Meaning) -> None:
+        if self.dials is not None and changed(self._before):
+            self.dials.convert_no_more()
         for place in changed(self._before):
             raise Refusal(f"{source_of(m.name)}, which may be code that asks for it, is called while {place} is another "
                           "than before the call", "change it before the call")  # fmt: skip
