@@ -103,8 +103,7 @@ class World:
         try:
             yield
         except Exception as error:
-            words = re.sub("version [0-9]+|0x[0-9a-f]+", "…", str(error).partition("\n")[0])
-            said = f"{type(error).__qualname__}: {words}"
+            said = _said(error)
         if said is not None:
             self._drop_gradients()
         self.turns.append({"raised": said, **Portrait(self._versions).of(self._shown())})
@@ -266,17 +265,27 @@ class Portrait:
             yield from ((f".{key}", getattr(x, key)) for key in getattr(type(x), "__slots__", ()) if hasattr(x, key))
 
     def _tensor(self, path: str, t: torch.Tensor) -> None:
-        kind = type(t).__name__, t.dtype, tuple(t.shape), t.stride(), t.requires_grad, t.is_leaf, t.is_inference()
+        try:
+            is_leaf = t.is_leaf
+        except RuntimeError as error:  # a view of a custom Function's, whose base was written
+            self._found[path] = _said(error)
+            return
+        kind = type(t).__name__, t.dtype, tuple(t.shape), t.stride(), t.requires_grad, is_leaf, t.is_inference()
         start = t.untyped_storage().data_ptr()
         shared = self._storages.setdefault(start, path) if start else ""
         self._found[path] = *kind, shared, str(t.detach().tolist())  # (a text: no number is equal to NaN)
         counted = says_version(t) and not t.is_inference()
-        if t.is_leaf and counted and not path.endswith(".grad") and not (".state[" in path and not t.dim()):
+        if is_leaf and counted and not path.endswith(".grad") and not (".state[" in path and not t.dim()):
             before = self._versions.get(path, (None, 0))
             self._found[f"{path}: written"] = before[0] is not None and before[0]() is t and before[1] != t._version
             self._versions[path] = weakref.ref(t), t._version
-        if t.is_leaf or t.retains_grad:
+        if is_leaf or t.retains_grad:
             self._visit(f"{path}.grad", t.grad)
+
+
+def _said(error: Exception) -> str:
+    words = re.sub("version [0-9]+|0x[0-9a-f]+", "…", str(error).partition("\n")[0])
+    return f"{type(error).__qualname__}: {words}"
 
 
 def _is_filled(cell: types.CellType) -> bool:

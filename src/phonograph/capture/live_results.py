@@ -24,7 +24,7 @@ from .._torch.process_groups import stands_for_work
 from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, storage_id
 from ..aten.autocast import Casts
 from ..aten.collectives import LEAVE_VERSIONS, called, communicates
-from ..aten.operators import Meaning, meaning, operands, written_by, written_one_by_one
+from ..aten.operators import Meaning, meaning, operands, written_by
 from ..call.live_function import Marked
 from ..guards.entries import relied
 from ..guards.reachable import Reach
@@ -338,7 +338,6 @@ class _Noting(TorchDispatchMode):
             result = func(*args, **kwargs)
             if m.name in COMPARISONS and self._notes.decisive and not self._notes.within:
                 self._notes.number(site_of(sys._getframe(1)), result)
-        bump(written_one_by_one(m, args, kwargs))
         return result
 
 
