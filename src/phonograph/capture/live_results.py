@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.autograd import bump
+from .._torch.autograd import bump, multithreaded
 from .._torch.dynamic import Args, Kwargs, Leaves, Reading, Thing
 from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, transformed, without_modes
 from .._torch.operators import OpOverload, carried_out, is_higher_order, numbers_in_place_of_tensors
@@ -360,6 +360,11 @@ def one_thread() -> torch.autograd.set_multithreading_enabled:
     """A context in which a backward runs on the thread that asks for it: what is to be noted there, or cut, comes in one order,
     and a capture ends on the thread on which it has begun."""
     return torch.autograd.set_multithreading_enabled(False)
+
+
+def threads_as_now() -> torch.autograd.set_multithreading_enabled:
+    """A context after which that is as it is now."""
+    return torch.autograd.set_multithreading_enabled(multithreaded())
 
 
 @contextmanager
