@@ -305,6 +305,9 @@ class Drawing:
             ["h = h @ net[0].weight"] if self.name == "net" else
             ["with torch.autocast(DEVICE.type, torch.bfloat16):", "    h = (h @ net[0].weight).float() + net(h).float()"],
             [f"h = torch.where(torch.rand(h.shape, device=DEVICE) < 0.5, h, {x} * h)"],
+            ["if isinstance(bag, dict):", "    h = h + sum(v.sum() for v in bag.values() if isinstance(v, torch.Tensor))"],
+            ["if isinstance(bag, list):", "    h = h * len(bag) + bag[0].sum()"],
+            ["if isinstance(bag, Box):", "    h = h * bag.size"],
         )  # fmt: skip
 
     def leaves(self, *, plainly: bool = False) -> Lines:
@@ -371,6 +374,12 @@ class Drawing:
             ["seen.setdefault('many', collections.deque(maxlen=2)).append(h.detach())"],
             ["with torch.no_grad():", "    for p in net.parameters():", "        p.clamp_(-1, 1)"],
             ["with torch.no_grad():", "    net[0].weight[0] = 0.5"], ["schedule.last_epoch += 1"],
+            ["if isinstance(bag, dict):", "    bag['b'] = h.detach().sum()"],
+            ["if isinstance(bag, dict):", "    bag.pop('a', None)"],
+            ["if isinstance(bag, list):", "    bag.append(h.detach()[0])"],
+            ["if isinstance(bag, list):", "    bag[0].mul_(0.5)"],
+            ["if isinstance(bag, dict):", f"    bag['n'] = {i}"],
+            ["if isinstance(bag, Box):", "    bag.size = h.detach().mean()"],
         )  # fmt: skip
 
     def some(self, *kinds: Callable[[], Lines], upto: int = 3) -> Lines:
@@ -528,14 +537,13 @@ class Drawing:
                                ", audit=2", ", audit=3, warmup=0"))  # fmt: skip
         known = [f"global {', '.join(self.globals)}"] if self.globals else []
         if self.style == "method":
-            self.methods += [f"def {name}(self, x, y, extra=1.0):", *_deeper([*known, *body])]
+            self.methods += [f"def {name}(self, x, y, extra=1.0, bag=None):", *_deeper([*known, *body])]
             return [f"{name} = record(trainer.{name}{options})"]
         if self.style == "closure":
             known += [f"nonlocal {', '.join(self.nonlocals)}"] if self.nonlocals else []
-            return [f"def make_{name}():", *_deeper([*self.cells, f"def {name}(x, y, extra=1.0):", *_deeper([*known, *body]),
-            f"return {name}"]),
-                    f"{name} = record(make_{name}(){options})"]  # fmt: skip
-        return [f"def {name}(x, y, extra=1.0):", *_deeper([*known, *body]), f"{name} = record({name}{options})"]
+            made = [*self.cells, f"def {name}(x, y, extra=1.0, bag=None):", *_deeper([*known, *body]), f"return {name}"]
+            return [f"def make_{name}():", *_deeper(made), f"{name} = record(make_{name}(){options})"]
+        return [f"def {name}(x, y, extra=1.0, bag=None):", *_deeper([*known, *body]), f"{name} = record({name}{options})"]
 
     # -- the loop
 
@@ -630,6 +638,10 @@ class Drawing:
                 ", **{'extra': n > 5}",
                 ", extra=x",
                 ", extra=net[0].bias.detach()",
+                ", bag={'a': x.clone()}",
+                *[", bag=bag"] * 4,
+                ", bag=[x.clone(), y]",
+                ", bag=copy.copy(box)",
             )
         )
         line = self.choose(
@@ -675,15 +687,20 @@ class Drawing:
             *self.optimizer(),
             "scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)",
         ]
-        body = ["x, y = data(n, ROWS), classes(n, ROWS)".replace("ROWS", self.rows)]
+        bag = self.choose(
+            ("", "", "", "bag = {'a': x[0].clone()}", "bag = [x.clone(), n % 2]", "bag = [data(n)] if n % 2 else {'c': x}")
+        )
+        body = ["x, y = data(n, ROWS), classes(n, ROWS)".replace("ROWS", self.rows), *filter(None, [bag])]
         for name in names:
             body += [*self.maybe(3, self.between(names)), *self.call(name)]
         if not names:
-            defined = ["net = record(net)", self.choose(("opt_step = record(opt.step)", "opt_step = opt.step")), "extra = 1.0"]
+            opt_step = self.choose(("opt_step = record(opt.step)", "opt_step = opt.step"))
+            defined = ["net = record(net)", opt_step, "extra, bag = 1.0, None"]
             body += self.around()
         body += self.maybe(2, self.between(names or ["net"]))
         turns = self.choose((10, 12, 14))
-        loop = [f"for n in range({turns}):", *_deeper(["with told():", *_deeper(body)])]
+        collected = self.maybe(8, [f"gc.set_threshold({self.choose((30, 200))}, 2, 2)"])  # at any moment
+        loop = [*collected, f"for n in range({turns}):", *_deeper(["with told():", *_deeper(body)])]
         text = "\n".join([MADE.strip(), KNOWN.strip(), *model, *trainer, *self.setup, *defined, *loop])
         return Program(text + "\n", self.options())
 
@@ -699,7 +716,7 @@ class Drawing:
 
 KNOWN = """
 held, log, seen, counted, out, out_file, saved, handles = [], [], {}, [], None, io.StringIO(), {}, []
-gen = torch.Generator(DEVICE).manual_seed(3)
+gen, bag = torch.Generator(DEVICE).manual_seed(3), {}
 
 def n_of(n):
     return n

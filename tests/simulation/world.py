@@ -51,8 +51,8 @@ from phonograph.python import read_gate
 
 __all__ = ["KEPT", "Ran", "World"]
 
-KEPT = 4
-"""How many arguments more may be alive."""
+KEPT = 12
+"""How many arguments more may be alive: a recording keeps those that stood where it relies on what stands there."""
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.BuiltinFunctionType)
 _LIBRARY = {
@@ -188,8 +188,7 @@ class World:
     # -- what there is to see
 
     def _still_alive(self) -> int:
-        """How many arguments somebody holds. Not many more than plainly, but for garbage: of what stood in places that a
-        function can reach, what was there last is kept for a call or two."""
+        """How many arguments somebody holds. Not many more than plainly, but for garbage."""
         found = sum(ref() is not None for ref in self.made)
         if self.plainly is not None and found > self.plainly.alive[len(self.alive)] + KEPT:
             gc.collect()
