@@ -392,7 +392,7 @@ class Drawing:
             "nn.Linear(4, 4)", "nn.Linear(4, 4)", "nn.BatchNorm1d(4)", "nn.LayerNorm(4)", "nn.Dropout(0.25)", "nn.Tanh()",
             "nn.ReLU(inplace=True)", "nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))", "Scale()",
             "nn.BatchNorm1d(4, momentum=None)", "nn.BatchNorm1d(4, track_running_stats=False)", "nn.GroupNorm(2, 4)",
-            "nn.RReLU()", "Attends()", "nn.Sequential(nn.Dropout(0.5), Scale())",
+            "nn.Hardtanh()", "Attends()", "nn.Sequential(nn.Dropout(0.5), Scale())",
             "nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))",
             "nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))", "nn.Sequential(*[nn.Linear(4, 4)] * 2)",
         )  # fmt: skip
