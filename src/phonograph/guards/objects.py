@@ -423,7 +423,7 @@ class Objects:
             return False  # such an item may be set to what it is
         return self._ran.fills(name, of_module=of_module) and not (self._put and self._leads_to_put(value))
 
-    def _leads_to_put(self, value: object) -> bool:
+    def _leads_to_put(self, value: Thing) -> bool:
         """Whether the call puts something into this, or into what lies in it: what leads there has to be what it was."""
         key = identity(value)
         if key in self._put or not issubclass(type(value), (dict, list, deque)):
