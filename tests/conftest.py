@@ -155,6 +155,7 @@ def process_state() -> dict[str, object]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "dispatch modes": _len_torch_dispatch_stack(),
         "profile function": sys.getprofile(),
+        "threads of autograd's": torch._C._is_multithreading_enabled(),
         "monitoring tools": [sys.monitoring.get_tool(i) for i in range(6)] if hasattr(sys, "monitoring") else [],
         "stream": torch.cuda.current_stream() if torch.cuda.is_available() else None,
     }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.simulation.grammar import Program
-from tests.simulation.world import Ran, World
+from tests.simulation.world import KEPT, Ran, World
 
 __all__ = ["Differs", "check", "shrunk"]
 
@@ -32,13 +32,15 @@ def check(program: Program, device: torch.device) -> Ran:
     """
     name = f"/drawn/program{next(_names)}.py"
     plain = World(device, None).run(program.text, name)
-    recorded = World(device, dict(program.options)).run(program.text, name)
+    recorded = World(device, dict(program.options), plain).run(program.text, name)
     for n, (ours, theirs) in enumerate(zip(recorded.turns, plain.turns, strict=True)):
         theirs |= {
             path: True for path in theirs if path.endswith(": written") and ours.get(path)
         }  # what is put back is written
         if ours != theirs:
             raise Differs(f"turn {n}: {_difference(ours, theirs)}")
+        if recorded.alive[n] > plain.alive[n] + KEPT:
+            raise Differs(f"turn {n}: {recorded.alive[n]} arguments are alive, plainly {plain.alive[n]}")
     return recorded
 
 

@@ -11,6 +11,7 @@ differs by a promise (docs/limits.md) is not drawn.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,6 +97,17 @@ SCALED_STEPS: tuple[Lines, ...] = (
 )
 
 
+_REFUSED = (
+    r"\.item\(\)|float\((h|extra)|\.sum\(1?\) > 0\]?|manual_seed|random\.(random|choice|rand)\b|in_thread|\.clear\(\)$|\.pop\("
+    r"|'deep'|brief|'has'|^x\[|^x\.(mul|add)_|x\.data|globals\(\)\['|maxlen=2|torch\.tensor\(0\.01|ASGD|print\("
+    r"|net\.train\(not|use_reentrant=True|Fails"
+)  # what makes each call run live
+_FILLS, _LOOKS = (
+    r"(kept|held|log|counted)\S*\.append",
+    r"(sum|len|bool)\(\S*(kept|held|log|counted)|held\[|counted\[",
+)  # in one function
+
+
 def draw(choose: Choose) -> Program:
     return Drawing(choose).program()
 
@@ -110,10 +122,19 @@ class Drawing:
         self.globals: Lines = []
         self.places: dict[str, list[Place]] = {}
         self.style = choose(("function", "function", "method", "closure"))
+        self.plays = choose((True, True, False))  # no line is drawn with which each call runs live
+        self._refused = re.compile(f"{_REFUSED}|{choose((_FILLS, _LOOKS))}", re.MULTILINE)
         self.cells: Lines = []
         self.nonlocals: Lines = []
         self.methods: Lines = []
         self.rows = choose(("3", "3", "3", "(3, 5)[n % 2]", "3 if n % 5 else 2", "3 if n < 6 else 5"))
+
+    def one_of(self, *kinds: Lines) -> Lines:
+        """One of these, with which a call may be recorded if it is to be."""
+        while True:
+            lines = self.choose(kinds)
+            if not (self.plays and self._refused.search("\n".join(lines))):
+                return lines
 
     def maybe(self, of: int, lines: Lines) -> Lines:
         """These lines, in one of so many cases."""
@@ -215,7 +236,7 @@ class Drawing:
     def computes(self) -> Lines:
         """With h, and with what is outside."""
         x, i, t = self.real(), self.whole(), self.at("tensor")
-        return self.choose((
+        return self.one_of(
             [f"h = h * {x}"], [f"h = h + {x}"], [f"h = torch.add(h, h.sin(), alpha={x})"], [f"h = h.roll({i}, 0)"],
             [f"h = h + {t}" if self.choose((0, 1)) else f"h = h + (0 if {t} is None else {t}.sum())"],
             [f"if {t} is not None:", f"    h = h * {t}"],
@@ -284,13 +305,16 @@ class Drawing:
             ["h = h @ net[0].weight"] if self.name == "net" else
             ["with torch.autocast(DEVICE.type, torch.bfloat16):", "    h = (h @ net[0].weight).float() + net(h).float()"],
             [f"h = torch.where(torch.rand(h.shape, device=DEVICE) < 0.5, h, {x} * h)"],
-        ))  # fmt: skip
+            ["if isinstance(bag, dict):", "    h = h + sum(v.sum() for v in bag.values() if isinstance(v, torch.Tensor))"],
+            ["if isinstance(bag, list):", "    h = h * len(bag) + bag[0].sum()"],
+            ["if isinstance(bag, Box):", "    h = h * bag.size"],
+        )  # fmt: skip
 
     def leaves(self, *, plainly: bool = False) -> Lines:
         """Something in a place; but `plainly`, by a condition."""
         i, x, n, r, t = self.whole(), self.real(), self.at("whole"), self.at("real"), self.at("tensor")
         kept, table = self.at("kept"), self.at("tally")
-        return self.choose((
+        return self.one_of(
             [f"{n} = {n} + 1"], [f"{n} += 1"], [f"{n} += 2"], [f"{n} = {i} % 7"], [f"{r} = 0.5 * {r} + 0.01 * ({x})"],
             [f"{r} *= 0.9"],
             [f"{r} = 0.9 ** {n}"], [f"{self.at('flag')} = not {self.at('flag')}"],
@@ -350,7 +374,13 @@ class Drawing:
             ["seen.setdefault('many', collections.deque(maxlen=2)).append(h.detach())"],
             ["with torch.no_grad():", "    for p in net.parameters():", "        p.clamp_(-1, 1)"],
             ["with torch.no_grad():", "    net[0].weight[0] = 0.5"], ["schedule.last_epoch += 1"],
-        ))  # fmt: skip
+            ["if isinstance(bag, dict):", "    bag['b'] = h.detach().sum()"],
+            ["if isinstance(bag, dict):", "    bag.pop('a', None)"],
+            ["if isinstance(bag, list):", "    bag.append(h.detach()[0])"],
+            ["if isinstance(bag, list):", "    bag[0].mul_(0.5)"],
+            ["if isinstance(bag, dict):", f"    bag['n'] = {i}"],
+            ["if isinstance(bag, Box):", "    bag.size = h.detach().mean()"],
+        )  # fmt: skip
 
     def some(self, *kinds: Callable[[], Lines], upto: int = 3) -> Lines:
         return [line for _ in range(self.choose(range(upto))) for line in self.choose(kinds)()]
@@ -362,7 +392,7 @@ class Drawing:
             "nn.Linear(4, 4)", "nn.Linear(4, 4)", "nn.BatchNorm1d(4)", "nn.LayerNorm(4)", "nn.Dropout(0.25)", "nn.Tanh()",
             "nn.ReLU(inplace=True)", "nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))", "Scale()",
             "nn.BatchNorm1d(4, momentum=None)", "nn.BatchNorm1d(4, track_running_stats=False)", "nn.GroupNorm(2, 4)",
-            "nn.RReLU()", "Attends()", "nn.Sequential(nn.Dropout(0.5), Scale())",
+            "nn.Hardtanh()", "Attends()", "nn.Sequential(nn.Dropout(0.5), Scale())",
             "nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))",
             "nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))", "nn.Sequential(*[nn.Linear(4, 4)] * 2)",
         )  # fmt: skip
@@ -393,7 +423,7 @@ class Drawing:
         ))  # fmt: skip
 
     def optimizer(self) -> Lines:
-        kind = self.choose((
+        (kind,) = self.one_of(*([kind] for kind in (
             "SGD({}, 0.05)", "SGD({}, 0.05, momentum=0.9)", "SGD({}, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01)",
             "Adam({}, 0.01)", "AdamW({}, 0.01)", "AdamW({}, 0.01, fused=True)", "AdamW({}, 0.01, foreach=True)",
             "Adam({}, 0.01, amsgrad=True, foreach=False)", "SGD({}, 0.05, momentum=0.5, fused=True)", "RMSprop({}, 0.01)",
@@ -401,7 +431,7 @@ class Drawing:
             "Rprop({}, 0.01)", "AdamW({}, torch.tensor(0.01), foreach=False)", "Adam({}, 0.01, foreach=True)",
             "SGD({}, 0.05, momentum=0.9, foreach=True, maximize=True)", "Adam({}, 0.01, fused=True, weight_decay=0.1)",
             "ASGD({}, 0.01)", "Adagrad({}, 0.05, fused=True)",
-        ))  # fmt: skip
+        )))  # fmt: skip
         groups = self.choose(("net.parameters()", "net.parameters()",
                               "[dict(params=[p]) for p in net.parameters()]",
                               "[dict(params=[net[0].weight], lr=0.02), dict(params=[*net.parameters()][1:])]"))  # fmt: skip
@@ -507,14 +537,13 @@ class Drawing:
                                ", audit=2", ", audit=3, warmup=0"))  # fmt: skip
         known = [f"global {', '.join(self.globals)}"] if self.globals else []
         if self.style == "method":
-            self.methods += [f"def {name}(self, x, y, extra=1.0):", *_deeper([*known, *body])]
+            self.methods += [f"def {name}(self, x, y, extra=1.0, bag=None):", *_deeper([*known, *body])]
             return [f"{name} = record(trainer.{name}{options})"]
         if self.style == "closure":
             known += [f"nonlocal {', '.join(self.nonlocals)}"] if self.nonlocals else []
-            return [f"def make_{name}():", *_deeper([*self.cells, f"def {name}(x, y, extra=1.0):", *_deeper([*known, *body]),
-            f"return {name}"]),
-                    f"{name} = record(make_{name}(){options})"]  # fmt: skip
-        return [f"def {name}(x, y, extra=1.0):", *_deeper([*known, *body]), f"{name} = record({name}{options})"]
+            made = [*self.cells, f"def {name}(x, y, extra=1.0, bag=None):", *_deeper([*known, *body]), f"return {name}"]
+            return [f"def make_{name}():", *_deeper(made), f"{name} = record(make_{name}(){options})"]
+        return [f"def {name}(x, y, extra=1.0, bag=None):", *_deeper([*known, *body]), f"{name} = record({name}{options})"]
 
     # -- the loop
 
@@ -609,6 +638,10 @@ class Drawing:
                 ", **{'extra': n > 5}",
                 ", extra=x",
                 ", extra=net[0].bias.detach()",
+                ", bag={'a': x.clone()}",
+                *[", bag=bag"] * 4,
+                ", bag=[x.clone(), y]",
+                ", bag=copy.copy(box)",
             )
         )
         line = self.choose(
@@ -654,15 +687,20 @@ class Drawing:
             *self.optimizer(),
             "scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0, growth_interval=3)",
         ]
-        body = ["x, y = data(n, ROWS), classes(n, ROWS)".replace("ROWS", self.rows)]
+        bag = self.choose(
+            ("", "", "", "bag = {'a': x[0].clone()}", "bag = [x.clone(), n % 2]", "bag = [data(n)] if n % 2 else {'c': x}")
+        )
+        body = ["x, y = data(n, ROWS), classes(n, ROWS)".replace("ROWS", self.rows), *filter(None, [bag])]
         for name in names:
             body += [*self.maybe(3, self.between(names)), *self.call(name)]
         if not names:
-            defined = ["net = record(net)", self.choose(("opt_step = record(opt.step)", "opt_step = opt.step")), "extra = 1.0"]
+            opt_step = self.choose(("opt_step = record(opt.step)", "opt_step = opt.step"))
+            defined = ["net = record(net)", opt_step, "extra, bag = 1.0, None"]
             body += self.around()
         body += self.maybe(2, self.between(names or ["net"]))
         turns = self.choose((10, 12, 14))
-        loop = [f"for n in range({turns}):", *_deeper(["with told():", *_deeper(body)])]
+        collected = self.maybe(8, [f"gc.set_threshold({self.choose((30, 200))}, 2, 2)"])  # at any moment
+        loop = [*collected, f"for n in range({turns}):", *_deeper(["with told():", *_deeper(body)])]
         text = "\n".join([MADE.strip(), KNOWN.strip(), *model, *trainer, *self.setup, *defined, *loop])
         return Program(text + "\n", self.options())
 
@@ -678,7 +716,7 @@ class Drawing:
 
 KNOWN = """
 held, log, seen, counted, out, out_file, saved, handles = [], [], {}, [], None, io.StringIO(), {}, []
-gen = torch.Generator(DEVICE).manual_seed(3)
+gen, bag = torch.Generator(DEVICE).manual_seed(3), {}
 
 def n_of(n):
     return n

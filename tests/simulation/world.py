@@ -45,8 +45,14 @@ from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
 from phonograph._torch.tensors import says_version
+from phonograph.devices import all_devices
+from phonograph.engine import budget
+from phonograph.python import read_gate
 
-__all__ = ["Ran", "World"]
+__all__ = ["KEPT", "Ran", "World"]
+
+KEPT = 12
+"""How many arguments more may be alive: a recording keeps those that stood where it relies on what stands there."""
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.BuiltinFunctionType)
 _LIBRARY = {
@@ -63,13 +69,16 @@ class Ran:
     turns: list[dict[str, Any]]
     recorded: int
     replayed: int
+    alive: list[int]  # how many arguments of calls are, after each turn
 
 
 class World:
-    """One execution of a program, plain or `recorded` with these options."""
+    """One execution of a program: plain, or `recorded` with these options and beside what was seen `plainly`."""
 
-    def __init__(self, device: torch.device, options: dict[str, Any] | None) -> None:
-        self.device, self.options = device, options
+    def __init__(self, device: torch.device, options: dict[str, Any] | None, plainly: Ran | None = None) -> None:
+        self.device, self.options, self.plainly = device, options, plainly
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
         self.functions: list[Any] = []
         self.turns: list[dict[str, Any]] = []
         self.module = types.ModuleType("drawn")
@@ -86,14 +95,32 @@ class World:
         sys.modules["drawn"] = self.module  # where dataclasses look
         self.space |= {**_LIBRARY, **own, "DEVICE": self.device}
         self._given = set(self.space)
-        with warnings.catch_warnings(), _no_failures_of_our_own(), _modes_put_back():
+        read_gate.gated.clear()
+        with warnings.catch_warnings(), _no_failures_of_our_own(), _modes_put_back(), _attempts_are_free():
             warnings.simplefilter("ignore")
             exec(compile(text, name, "exec"), self.space)
+            recorded, replayed = self._counts()
+            if self.options is not None:
+                self._let_go()
+        return Ran(self.turns, recorded, replayed, self.alive)
+
+    def _counts(self) -> tuple[int, int]:
         stats = []
         for f in self.functions:
             with contextlib.suppress(TypeError):  # a module that was reset is not recorded any more
                 stats.append(pg.stats(f))
-        return Ran(self.turns, sum(s.recorded for s in stats), sum(s.replayed for s in stats))
+        return sum(s.recorded for s in stats), sum(s.replayed for s in stats)
+
+    def _let_go(self) -> None:
+        """Once all that a program has made is dropped, nothing of it is in a pool."""
+        self.functions.clear()
+        self.space.clear()
+        self._versions.clear()
+        gc.collect()
+        for device in all_devices():
+            device.pool.sweep()
+            left = [*device.pool.recordings, *device.pool.leases, *device.pool.loans]
+            assert not left, f"in the pool is left what nobody has: {left}"
 
     # -- what a program calls
 
@@ -103,13 +130,15 @@ class World:
         try:
             yield
         except Exception as error:
-            words = re.sub("version [0-9]+|0x[0-9a-f]+", "…", str(error).partition("\n")[0])
-            said = f"{type(error).__qualname__}: {words}"
+            said = _said(error)
         if said is not None:
             self._drop_gradients()
         self.turns.append({"raised": said, **Portrait(self._versions).of(self._shown())})
+        self.alive.append(self._still_alive())
 
     def record(self, f: Any, **options: Any) -> Any:
+        if not callable(f):
+            raise TypeError("no function")  # or it would give a decorator
         if self.options is None:
             return f
         recorded = pg.record(f, **{"keep": "always", **self.options, **options})
@@ -130,7 +159,10 @@ class World:
     def data(self, n: int, rows: int = 3, width: int = 4) -> torch.Tensor:
         """Multiples of 1/8 between -2 and 2."""
         chosen = torch.Generator().manual_seed(n * 100 + rows)
-        return (torch.randint(-16, 17, (rows, width), generator=chosen) / 8).to(self.device)
+        made = (torch.randint(-16, 17, (rows, width), generator=chosen) / 8).to(self.device)
+        if n < 50:  # an argument
+            self.made.append(weakref.ref(made))
+        return made
 
     def classes(self, n: int, rows: int = 3) -> torch.Tensor:
         return (self.data(n, rows)[:, 0] * 8).long().remainder(4)
@@ -155,6 +187,14 @@ class World:
 
     # -- what there is to see
 
+    def _still_alive(self) -> int:
+        """How many arguments somebody holds. Not many more than plainly, but for garbage."""
+        found = sum(ref() is not None for ref in self.made)
+        if self.plainly is not None and found > self.plainly.alive[len(self.alive)] + KEPT:
+            gc.collect()
+            found = sum(ref() is not None for ref in self.made)
+        return found
+
     def _shown(self) -> dict[str, Any]:
         return {name: x for name, x in self.space.items() if name not in self._given and not name.startswith("__")}
 
@@ -166,11 +206,18 @@ class World:
 
 @contextlib.contextmanager
 def _modes_put_back() -> Iterator[None]:
-    before = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    before = (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        gc.get_threshold(),
+    )
     try:
         with torch.set_grad_enabled(True):
             yield
     finally:
+        gc.set_threshold(*before[3])
+        torch._C._set_multithreading_enabled(True)
         torch.set_default_dtype(before[0])
         torch.use_deterministic_algorithms(before[1])
         torch.set_float32_matmul_precision(before[2])
@@ -191,6 +238,48 @@ def _no_failures_of_our_own() -> Iterator[None]:
     assert not failures, failures[0]
 
 
+@contextlib.contextmanager
+def _attempts_are_free() -> Iterator[None]:
+    """Whether there was time for a capture would hang on the machine."""
+    before, budget.now = budget.now, lambda: 0.0
+    try:
+        yield
+    finally:
+        budget.now = before
+
+
+_PATCHED = (
+    "tolist",
+    "item",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__format__",
+    "__repr__",
+    "backward",
+    "grad",
+)
+_UNPATCHED = [vars(kind).get(name) for kind in (torch.Tensor, torch._C.TensorBase) for name in _PATCHED]
+
+
+def _process() -> tuple[Any, ...]:
+    """What a recording changes in the process while it works, and puts back."""
+    patched = [vars(kind).get(name) for kind in (torch.Tensor, torch._C.TensorBase) for name in _PATCHED]
+    return (
+        torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(), torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(),
+        torch.is_anomaly_enabled(), torch.autograd.graph.saved_tensors_hooks is _HOOKS, sys.getprofile() is None,
+        sys.gettrace() is None, threading.active_count(), len(gc.callbacks), gc.isenabled(), gc.get_threshold(),
+        torch.are_deterministic_algorithms_enabled(), torch._C._is_multithreading_enabled(),
+        all(a is b for a, b in zip(patched, _UNPATCHED, strict=True)),
+    )  # fmt: skip
+
+
+_HOOKS = torch.autograd.graph.saved_tensors_hooks
+
+
 class Portrait:
     """All that some names lead to, as plain values by their paths. Of versions, whether they have moved since the last one."""
 
@@ -205,8 +294,7 @@ class Portrait:
             self._visit(name, x)
         self._found |= {"torch's generator": torch.get_rng_state().numpy().tobytes(), "Python's": repr(random.getstate()),
                         "NumPy's": hash(np.random.get_state()[1].tobytes()),
-                        "modes": (torch.is_grad_enabled(), torch.get_default_dtype(),
-                        torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")), "gc": gc.isenabled()}  # fmt: skip
+                        "process": _process()}  # fmt: skip
         if torch.cuda.is_initialized():
             self._found["CUDA's generator"] = torch.cuda.get_rng_state().numpy().tobytes()
         return self._found
@@ -266,17 +354,27 @@ class Portrait:
             yield from ((f".{key}", getattr(x, key)) for key in getattr(type(x), "__slots__", ()) if hasattr(x, key))
 
     def _tensor(self, path: str, t: torch.Tensor) -> None:
-        kind = type(t).__name__, t.dtype, tuple(t.shape), t.stride(), t.requires_grad, t.is_leaf, t.is_inference()
+        try:
+            is_leaf = t.is_leaf
+        except RuntimeError as error:  # a view of a custom Function's, whose base was written
+            self._found[path] = _said(error)
+            return
+        kind = type(t).__name__, t.dtype, tuple(t.shape), t.stride(), t.requires_grad, is_leaf, t.is_inference()
         start = t.untyped_storage().data_ptr()
         shared = self._storages.setdefault(start, path) if start else ""
         self._found[path] = *kind, shared, str(t.detach().tolist())  # (a text: no number is equal to NaN)
         counted = says_version(t) and not t.is_inference()
-        if t.is_leaf and counted and not path.endswith(".grad") and not (".state[" in path and not t.dim()):
+        if is_leaf and counted and not path.endswith(".grad") and not (".state[" in path and not t.dim()):
             before = self._versions.get(path, (None, 0))
             self._found[f"{path}: written"] = before[0] is not None and before[0]() is t and before[1] != t._version
             self._versions[path] = weakref.ref(t), t._version
-        if t.is_leaf or t.retains_grad:
+        if is_leaf or t.retains_grad:
             self._visit(f"{path}.grad", t.grad)
+
+
+def _said(error: Exception) -> str:
+    words = re.sub("version [0-9]+|0x[0-9a-f]+", "…", str(error).partition("\n")[0])
+    return f"{type(error).__qualname__}: {words}"
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -31,6 +31,10 @@ def test_what_several_share_is_worked_out_once():
     assert asked == [3.0]
 
 
+def test_formulas_that_nobody_else_has():
+    assert written(Worked(operator.neg, x) for x in range(300))(()) == tuple(-x for x in range(300))
+
+
 def test_formulas_may_be_nested_deeply():
     count = Given(0, set())
     for _ in range(5000):

@@ -37,6 +37,7 @@ __all__ = [
     "made_as",
     "made_when",
     "may_run_backward",
+    "multithreaded",
     "next_number",
     "on_thread_of_autograds",
     "original_views",
@@ -58,6 +59,9 @@ __all__ = [
 
 bump: Callable[[Sequence[torch.Tensor]], None] = _c("_increment_version")
 """Move the version counters on, as an operator that writes does: autograd then notices a saved tensor that changed."""
+
+multithreaded: Callable[[], bool] = getattr(torch._C, "_is_multithreading_enabled", lambda: True)
+"""Whether a backward may run on threads of autograd's own. (In inference mode it is said not to.)"""
 
 _set_versions: Private = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
 

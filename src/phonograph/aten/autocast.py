@@ -124,7 +124,7 @@ class Casts:
     @classmethod
     def called(cls, m: Meaning, then: tuple[object, ...], func: Callable[..., Private], args: Args, kwargs: Kwargs) -> Private:
         """What an operator gives that is called so."""
-        if not then and not (m.calls and torch.is_inference_mode_enabled()):  # as most are
+        if not then and not _goes_another_way(m):  # as most are
             return func(*args, **kwargs)
         with cls.as_called(m, then):
             return func(*args, **kwargs)
@@ -133,8 +133,7 @@ class Casts:
     @contextmanager
     def as_called(cls, m: Meaning, then: tuple[object, ...]) -> Iterator[None]:
         """Inside the block what this operator calls goes its way as where no mode looks on, with autocast as it was `then`."""
-        views = m.calls and torch.is_inference_mode_enabled()
-        with following_views() if views else nullcontext(), cls.restored(then) if then else nullcontext():
+        with following_views() if _goes_another_way(m) else nullcontext(), cls.restored(then) if then else nullcontext():
             yield
 
     @staticmethod
@@ -150,3 +149,9 @@ class Casts:
             yield
         finally:
             set_autocast(now)
+
+
+def _goes_another_way(m: Meaning) -> bool:
+    """Whether what an operator calls does not do all that it does where no mode looks on: views are not followed, and versions
+    do not move on."""
+    return m.one_by_one or (m.calls and torch.is_inference_mode_enabled())

@@ -24,7 +24,7 @@ from .collectives import COLLECTIVES, communicates
 
 __all__ = ["CASTS", "MASKED", "NO_TENSORS", "OF_SHAPES", "UNFILLED", "Meaning", "bytes_written", "can_run_live", "check",
            "constant", "made_integers", "meaning", "operands", "reaches_beside", "read_on_host", "reads_value", "remedy",
-           "tensors_in", "written_by", "written_one_by_one"]  # fmt: skip
+           "tensors_in", "written_by"]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -40,9 +40,9 @@ class Meaning(NamedTuple):
     those that bring a tensor to another device. One that `communicates` does so with
     other ranks. What it is given to write may be given another size where it `resizes`. One
     that is `plain` only reads tensors, and nothing else has to be known of it. What one `calls` are
-    operators as well, which may go by modes. Of a `usual` one none of all this is so, but that it is `plain` and `compiled`:
-    as of most that are called. Results `may_be_fixed`, the same each time that all it is given is, and are so
-    where they are `made_of_numbers` alone.
+    operators as well, which may go by modes; one that writes lists may write them `one_by_one`, by others. Of a `usual` one
+    none of all this is so, but that it is `plain` and `compiled`: as of most that are called. Results `may_be_fixed`, the same
+    each time that all it is given is, and are so where they are `made_of_numbers` alone.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Meaning(NamedTuple):
     resizes: bool
     plain: bool
     calls: bool
+    one_by_one: bool
     usual: bool
     may_be_fixed: bool
     made_of_numbers: bool
@@ -220,6 +221,7 @@ def _meaning(func: OpOverload) -> Meaning:
         resizes=bool(named) and (not compiled or any(_may_be_resized(a) for _, a in written)),
         plain=plain,
         calls=calls,
+        one_by_one=bool(writes) and schema.name.startswith("aten::_foreach_"),
         may_be_fixed=not (random or others or far or schema.name in UNFILLED),
         made_of_numbers=constant or (schema.name in OF_SHAPES and plain),  # and not a part of something (out=)
         usual=plain and compiled and not (refusable or changed or constant or converts or others or calls or casts),
@@ -319,14 +321,6 @@ def bytes_written(m: Meaning, args: Sequence[object], kwargs: dict[str, object])
 def reaches_beside(args: Args, kwargs: dict[str, object]) -> bool:
     """Whether `as_strided` with these arguments may show memory that the tensor itself does not."""
     return len(args) > 3 or "storage_offset" in kwargs or not dense(args[0])
-
-
-def written_one_by_one(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
-    """What an operator on lists writes on the CPU. There torch calls the operator on single tensors for each, which moves its
-    version on; but not under a dispatch mode, which is shown the lists."""
-    if not m.name.startswith("aten::_foreach_"):
-        return []
-    return [t for t in written_by(m, args, kwargs) if t.device.type == "cpu" and not t.is_inference()]
 
 
 def made_integers(args: Sequence[object], out: object) -> bool:

@@ -62,7 +62,6 @@ class CallMemory:
         self.written: dict[int, torch.Tensor] = {}
         """Slots and tensors in reach that an operator has written."""
         self._versions: dict[int, int] = {}  # before that
-        self._by_single: set[int] = set()  # whose version moves on, though nothing is seen of that here
         self._shown: dict[int, list[list[bool]]] = {}
         self._constants: set[int] = set()  # those of tensors that were made of numbers
         self.workplaces: tuple[torch.Tensor, ...] = ()
@@ -165,7 +164,7 @@ class CallMemory:
         """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
         statistics, and leaves their version alone.)"""
         written = [(key, t) for key, t in self.written.items() if not t.is_inference()]
-        return [(key, t) for key, t in written if t._version != self._versions[key] or key in self._by_single]
+        return [(key, t) for key, t in written if t._version != self._versions[key]]
 
     def put_versions_back(self) -> None:
         """What was written has the version again that it had before."""

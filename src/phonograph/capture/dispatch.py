@@ -408,7 +408,6 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
             raise Refusal(f"{source_of(m.name)} of an argument can reach what lies beside it", "use slices of it")
         for t in operators.written_by(m, args, kwargs):
             self.writes(t)
-        self._by_single.update(map(storage_id, operators.written_one_by_one(m, args, kwargs)))
 
     def refuse_untraced(self, m: operators.Meaning, t: torch.Tensor) -> None:
         """Refuse a tensor that is no argument, not in reach, and not the result of a watched operator."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch.autograd import bump
+from .._torch.autograd import bump, multithreaded
 from .._torch.dynamic import Args, Kwargs, Leaves, Reading, Thing
 from .._torch.modes import TorchDispatchMode, below_autograd, resolves_again, transformed, without_modes
 from .._torch.operators import OpOverload, carried_out, is_higher_order, numbers_in_place_of_tensors
@@ -24,7 +24,7 @@ from .._torch.process_groups import stands_for_work
 from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, storage_id
 from ..aten.autocast import Casts
 from ..aten.collectives import LEAVE_VERSIONS, called, communicates
-from ..aten.operators import Meaning, meaning, operands, written_by, written_one_by_one
+from ..aten.operators import Meaning, meaning, operands, written_by
 from ..call.live_function import Marked
 from ..guards.entries import relied
 from ..guards.reachable import Reach
@@ -338,7 +338,6 @@ class _Noting(TorchDispatchMode):
             result = func(*args, **kwargs)
             if m.name in COMPARISONS and self._notes.decisive and not self._notes.within:
                 self._notes.number(site_of(sys._getframe(1)), result)
-        bump(written_one_by_one(m, args, kwargs))
         return result
 
 
@@ -361,6 +360,11 @@ def one_thread() -> torch.autograd.set_multithreading_enabled:
     """A context in which a backward runs on the thread that asks for it: what is to be noted there, or cut, comes in one order,
     and a capture ends on the thread on which it has begun."""
     return torch.autograd.set_multithreading_enabled(False)
+
+
+def threads_as_now() -> torch.autograd.set_multithreading_enabled:
+    """A context after which that is as it is now."""
+    return torch.autograd.set_multithreading_enabled(multithreaded())
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ..call.signature import HOOKS, attributes, has_gradient_or_hooks, modes
 from ..capture.arrivals import Arrivals
 from ..capture.breaks import HERE, Break, Decision, MarkedBreak
 from ..capture.dispatch import OperatorWatch
-from ..capture.live_results import Form, Meta, Notes, one_thread
+from ..capture.live_results import Form, Meta, Notes, one_thread, threads_as_now
 from ..errors import Refusal, Unseen
 from ..guards.hyperparameters import reals
 from ..guards.reachable import Reach
@@ -85,9 +85,10 @@ class Cuts:
 
     def _enter(self) -> None:
         self._modes = _modes()
+        self._backwards = threads_as_now()
         if self._notes is not None and self._notes.cuts:
             self._held = [(h, h.read()) for h in self._reach.holders if h.dial is None]
-            self._backwards = one_thread()
+            one_thread()
         if self._notes is not None:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
             self._watch.decisive, self._watch.deciding = self._notes.decisive, self.decide
@@ -286,9 +287,8 @@ class Cuts:
     @staticmethod
     def on_one_thread() -> None:
         """From now on a backward of the call that is captured runs on the thread that asks for it."""
-        mine = Cuts.now[-1]
-        if isinstance(mine._backwards, nullcontext):
-            mine._backwards = one_thread()
+        if not torch.is_inference_mode_enabled():  # in which there is none, and after which it is as before
+            one_thread()
 
     @staticmethod
     def marked(function: Marked, args: Args, kwargs: Kwargs) -> object:

@@ -111,7 +111,7 @@ class Settlement:
             Memories([o.memory for o in self._outputs if isinstance(o, Aliased)], _written_outside(watch)),
             Draws(program.amiss, watch.drew, watch.drops_out),
             Numbers(dials, program),
-            Constants(self._relied, self._snapshot, dials, fixed),
+            Constants(self._relied, self._snapshot, dials, fixed, request.reach.shared),
             gradients,
             Inputs(self._slots, returned.written, request.device.pool),
             Effects(left.after(), settings, returned.edits, returned.gained),

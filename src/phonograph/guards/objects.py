@@ -145,6 +145,7 @@ class Objects:
         self._plain: dict[type, bool] = {}  # whether only the user's code knows their attributes
         self._selected: list[tuple[str, object, set[str]]] = []  # objects of such classes, and their attributes entered so far
         self._filled: list[tuple[str, object]] = []  # variables whose containers are only filled, as far as is known
+        self._leading: dict[int, set[object]] = {}  # containers that are only filled: keys by which one gets to where it puts
         self._set_items: dict[int, tuple[str, Table, Set[object]]] = {}  # such ones, by identity: keys of items that are set
         self._tables: list[tuple[str, Table, set[object]]] = []  # dictionaries of which only some keys may be read, likewise
         self._keys: dict[int, set[Thing] | None] = {}  # those keys, or None, by the dictionaries' identities
@@ -191,6 +192,10 @@ class Objects:
     def _dict(self, path: str, d: Table, *, watched: bool = False) -> None:
         put = self._put.get(identity(d))
         if self._is_crowd(path, d, dict.values(d)):
+            return
+        if leading := self._leading.get(identity(d)):
+            self._hold(containers.items(path, d, leading))
+            self._items(path, {k: dict.get(d, k) for k in leading})
             return
         if not (put or watched) and self._keys_read(d) is not None:
             self._tables.append((path, d, set()))
@@ -245,9 +250,9 @@ class Objects:
     def _list(self, path: str, values: list[object] | deque[object]) -> None:
         if identity(values) in self._put or self._is_crowd(path, values, values):
             return
-        place = containers.ordered(path, values)
+        place, leading = containers.ordered(path, values), self._leading.get(identity(values))
         self._hold(place)
-        self._fixed(path, place.read())
+        self._fixed(path, [v for i, v in enumerate(place.read()) if not leading or i in leading])
 
     def _set(self, path: str, values: set[object]) -> None:
         if self._is_crowd(path, values, values):
@@ -416,7 +421,18 @@ class Objects:
             return False
         if not isinstance(value, dict) and self._ran.items_set(name) and not all(isinstance(v, torch.Tensor) for v in value):
             return False  # such an item may be set to what it is
-        return self._ran.fills(name, of_module=of_module)
+        return self._ran.fills(name, of_module=of_module) and not (self._put and self._leads_to_put(value))
+
+    def _leads_to_put(self, value: Thing) -> bool:
+        """Whether the call puts something into this, or into what lies in it: what leads there has to be what it was."""
+        key = identity(value)
+        if key in self._put or not issubclass(type(value), (dict, list, deque)):
+            return key in self._put
+        if key not in self._leading:
+            self._leading[key] = set()  # for the case that it contains itself
+            items = dict.items(value) if isinstance(value, dict) else enumerate(containers.ordered("", value).read())
+            self._leading[key] = {k for k, v in items if self._leads_to_put(v)}
+        return bool(self._leading[key])
 
     def _fills(self, path: str, name: str, value: object) -> None:
         """Code only fills a container. A replay does not set an item to what it is: such ones have to be what they were."""

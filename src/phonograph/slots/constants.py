@@ -69,11 +69,12 @@ class Constants(Entries, Column):
     """Everything that must still hold when a recording is played: what `snapshot` found before the capture, and the
     capture left alone."""
 
-    def __init__(self, reach: Reach, snapshot: Snapshot, dials: Dials, fixed: Set[int]) -> None:
-        """Of numbers that `dials` follow, nothing has to hold, nor of tensors in reach with the ids `fixed`."""
+    def __init__(self, reach: Reach, snapshot: Snapshot, dials: Dials, fixed: Set[int], shared: Set[int]) -> None:
+        """Of numbers that `dials` follow, nothing has to hold, nor of tensors in reach with the ids `fixed`. What has an
+        identity among those `shared` is somewhere else, too."""
         live = dials.followed
         read = zip(snapshot.holders, snapshot.values, strict=True)
-        super().__init__([entry_of(h, values, dials) for h, values in read if h.dial not in live], reach.shared)
+        super().__init__([entry_of(h, values, dials) for h, values in read if h.dial not in live], reach.shared | shared)
         relied = [entry for entry in snapshot.tensors if identity(entry[1]) not in fixed]
         tensors = [t for _, t, _ in relied]
         self.remembered = {i: room for i, room in reach.remembered.items() if i not in reach.shared}

@@ -55,7 +55,7 @@ _SIGNS: dict[object, str] = {
 
 def written(formulas: Iterable[Formula]) -> Callable[[Values], Reading]:
     """One function that gives what all of these are. It raises what any of them does."""
-    writing = _Writing()
+    writing, formulas = _Writing(), [*formulas]  # which are known by their identities: all have to be there
     results = [writing.name(formula) for formula in formulas]
     steps = "".join(f"{step}, " for step in writing.steps)
     found: Callable[[Values], Reading] = written_out(

@@ -204,3 +204,41 @@ def test_c09_an_update_of_a_dictionary(device):
         assert_same(step(x), plain.step(x))
         assert_same(mine.metrics, plain.metrics)
     assert pg.stats(step).recorded == 1, pg.explain(step)
+
+
+# What a step fills by two steps from a name, and what the program puts in its place in the third call.
+INNER = {
+    "self.log['a'].append(loss)": ("{'a': [], 'b': []}", ("['a'] = []", "['a'] = self.log['a'][:]", "['b'].append(1)")),
+    "self.log[0].append(loss)": ("[[], []]", ("[0] = []", "[:] = [[], []]", ".insert(0, [])")),
+    "self.log[0]['a'].append(loss)": ("[{'a': []}]", ("[0]['a'] = []", "[0] = {'a': []}", " = [{'a': []}]")),
+    "[self.log[key].append(loss) for key in ('a',)]": ("collections.defaultdict(list)", (".clear()", "['b'].append(1)")),
+    "self.log['a']['k'] = loss": ("{'a': {}}", ("['a'] = {}", " = {'a': {}}")),
+}
+
+
+@pytest.mark.parametrize(("step", "first", "change"), [(s, f, c) for s, (f, changes) in INNER.items() for c in changes])
+@pytest.mark.parametrize("where", PLACES)
+def test_c09_a_list_within_a_container_that_is_only_filled_is_replaced(device, where, step, first, change):
+    """History that begins anew with each epoch: what is left goes to where the name leads now."""
+    lines = (f"self.log = {first}", step, f"self.log{change}", "return self.log")
+    setup, step, change, now = (line.replace("self.log", "LOG" if where == "global" else "self.log") for line in lines)
+    source = f"""
+        {setup if where == "global" else "pass"}
+        class Trainer(Base):
+            def __init__(self): super().__init__(); {setup if where == "attribute" else "pass"}
+            def step(self, x): loss = self.update(x); {step}; return loss
+            def change(self):
+                global LOG
+                {change}
+            def now(self): {now}
+    """
+    mine, plain, x = trainer(source, device), trainer(source, device), ramp(device, 2, 3)
+    recorded = pg.record(mine.step)
+    for n in range(8):
+        assert_same(recorded(x), plain.step(x))
+        assert_same(mine.now(), plain.now())
+        if n == 4:
+            mine.change()
+            plain.change()
+    assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
+    assert pg.stats(recorded).recorded == 1 or "append(1)" not in change, pg.explain(recorded)

@@ -244,3 +244,23 @@ def test_c09_which_lists_are_one_after_a_replay(device, how, outside):
         assert pattern(ours, before[0]) == pattern(theirs, before[1]), f"call {n}"
     if how in ("tells_and_decays", "hands_down"):
         assert pg.stats(recorded).replayed >= CALLS - 8, reasons(recorded)
+
+
+def test_c09_a_list_that_is_shown_elsewhere_and_replaced_by_an_equal_one(device):
+    def make():
+        seen, state = {}, SimpleNamespace(rates=[0.5])
+
+        def step(x):
+            seen["now"] = state.rates
+            return x * 2
+
+        return step, seen, state
+
+    (step, seen, state), (plain, seen_plainly, _) = make(), make()
+    recorded = pg.record(step, keep="always")
+    for n in range(6):
+        assert_same(recorded(ramp(device, 4)), plain(ramp(device, 4)))
+        assert seen == seen_plainly
+        assert seen["now"] is state.rates
+        if n % 3 == 2:
+            state.rates = [0.5]

@@ -85,6 +85,32 @@ def test_c09_a_scheduler_within_the_step(device, schedule, optimizer):
 
 
 @may_run_live
+@pytest.mark.parametrize("schedule", [LR.ConstantLR, LR.LinearLR])
+def test_c09_a_capture_where_one_scheduler_takes_the_turn_of_another(device, schedule):
+    """It sets several numbers to constants."""
+
+    def made():
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(nn.Linear(4, 4).to(device).parameters(), 0.01)
+        turns = LR.SequentialLR(optimizer, [schedule(optimizer), LR.StepLR(optimizer, 2)], [4])
+
+        def step(x, flag):
+            optimizer.step()
+            turns.step()
+
+        return step, optimizer.param_groups[0], turns
+
+    (step, group, turns), (plain, plain_group, plain_turns) = made(), made()
+    recorded = pg.record(step, keep="always")
+    for n in range(8):
+        arguments = torch.ones(3 if n % 5 else 2, device=device), n % 2
+        recorded(*arguments)
+        plain(*arguments)
+        assert (group["lr"], turns.get_last_lr()) == (plain_group["lr"], plain_turns.get_last_lr())
+    assert pg.stats(recorded).replayed
+
+
+@may_run_live
 @pytest.mark.parametrize("schedule", FOLLOWED.values(), ids=FOLLOWED)
 def test_c09_a_scheduler_within_each_second_step(device, schedule):
     step = beside(lambda: Loop(device, schedule, every=2), keep="always")

@@ -294,6 +294,28 @@ def test_c13_an_exception_in_backward(device):
 
 
 @may_run_live
+@pytest.mark.parametrize("write", ["_foreach_mul_", "_foreach_copy_", "_foreach_addcmul_"])
+@pytest.mark.parametrize("what", ["parameters", "activations"])
+def test_c13_a_backward_that_needs_what_an_operator_on_lists_has_overwritten(device, write, what):
+    """A capture is shown the lists: what torch does with each of their tensors moves its version on all the same."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
+
+    def step(x):
+        h = net[0](x)
+        loss = net[1](h).square().sum()
+        written = [h.detach()] if what == "activations" else [p.detach() for p in net.parameters()]
+        ones = [torch.ones_like(t) for t in written]
+        given = {"_foreach_mul_": [0.5], "_foreach_copy_": [ones], "_foreach_addcmul_": [ones, ones]}[write]
+        getattr(torch, write)(written, *given)
+        loss.backward()
+
+    step = pg.record(step, keep="always")
+    for n in range(4):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step(ramp(device, 2, 3, start=n))
+
+
+@may_run_live
 def test_c13_a_warning_of_the_users_is_no_error_of_ours(device):
     def warns(x):
         warnings.warn("mind the gap", UserWarning, stacklevel=2)
