@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Thing
 from .._torch.dynamo import tells_of_compilation
 from .bytecode import asked_of_base, asks_its_base
@@ -139,6 +140,7 @@ class Reads:
         """The identities of what a call that has come to its end has not touched."""
         self.certain = True
         """Whether nothing has been read past the gate."""
+        self._beside = sys._current_frames().keys() - {threading.get_ident()}
 
     def names(self, thing: object) -> set[str] | None:
         """The names of the attributes that were read of an object, whether or not it has them; None if it may be any."""
@@ -211,13 +213,17 @@ class Reads:
             gated.update({kind: gated.get(kind, 0) + 1 for kind in {*kinds, *(kind for kind, _ in setting)}})
             yield
 
+    def _is_heard(self) -> bool:
+        """Whether what runs now is the call, and no thread that was there before it and goes on beside it."""
+        return threading.get_ident() not in self._beside or on_thread_of_autograds()
+
     def _gate(self, get: Thing) -> Thing:
         found, at, module = self._names, self._read_at, torch.nn.Module
-        touching = self.touching
+        touching, is_heard = self.touching, self._is_heard
 
         def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
             names = found.get(identity(thing))
-            if names is None:
+            if names is None or not is_heard():
                 return get(thing, name)
             if name not in names:
                 by_torch = name == "__dict__" and issubclass(type(thing), module)
@@ -238,10 +244,10 @@ class Reads:
     def _gate_of_writes(self, put: Thing) -> Thing:
         """(What a call sets to what it was before counts as well: a replay does not set it. Which attributes a class's own
         `__setattr__` sets, nobody knows.)"""
-        found, plainly = self._names, put is object.__setattr__
+        found, plainly, is_heard = self._names, put is object.__setattr__, self._is_heard
 
         def __setattr__(thing: object, name: str, value: object) -> None:  # noqa: N807
-            if (names := found.get(identity(thing))) is not None:
+            if (names := found.get(identity(thing))) is not None and is_heard():
                 names.add(name if plainly else "__dict__")
             put(thing, name, value)
 

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import queue
+import sys
 import threading
 import types
 
@@ -582,3 +584,40 @@ def test_c09_a_configuration_that_is_saved(device):
     both.change(lambda loop: setattr(loop.config, "strict", True))
     both(ramp(device, 2, 4))
     assert counts(both)[0] == 3
+
+
+class _Watched:
+    """As a trainer with a thread beside it that looks at its jobs, again and again."""
+
+    def __init__(self, device):
+        torch.manual_seed(0)
+        self.net, self.jobs, self.done = nn.Linear(4, 2).to(device), queue.Queue(), False
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+
+    def watch(self):
+        while not self.done:
+            self.jobs.qsize()
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def test_c09_what_a_thread_beside_the_call_reads(device):
+    ours, theirs = _Watched(device), _Watched(device)
+    step, interval = pg.record(ours.step, keep="always"), sys.getswitchinterval()
+    ours.watcher.start()
+    sys.setswitchinterval(1e-5)
+    try:
+        for n in range(12):
+            assert_same(step(ramp(device, 3, 4, start=n)), theirs.step(ramp(device, 3, 4, start=n)))
+            ours.jobs.put(n)
+    finally:
+        ours.done = True
+        sys.setswitchinterval(interval)
+        ours.watcher.join()
+    assert pg.stats(step).recorded == 1, reasons(step)
