@@ -45,8 +45,8 @@ class Shadow:
         def noted_run(live, args, kwargs):
             return shadow._noted(live, run, args, kwargs)
 
-        def noted_init(constants, reach, snapshot, dials, fixed):
-            made(constants, reach, snapshot, dials, fixed)
+        def noted_init(constants, reach, snapshot, dials, fixed, shared):
+            made(constants, reach, snapshot, dials, fixed, shared)
             shadow._begin(constants, dials)
 
         def compared(constants):

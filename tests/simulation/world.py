@@ -84,6 +84,7 @@ class World:
         self.module = types.ModuleType("drawn")
         self.space = vars(self.module)
         self._versions: dict[str, tuple[Any, int]] = {}
+        self._others: list[Any] = []  # what was in the pools before
 
     def run(self, text: str, name: str) -> Ran:
         """Run a program from its beginning. The `name` is that of a file, in which its lines would be."""
@@ -95,6 +96,7 @@ class World:
         sys.modules["drawn"] = self.module  # where dataclasses look
         self.space |= {**_LIBRARY, **own, "DEVICE": self.device}
         self._given = set(self.space)
+        self._others = _in_pools()
         read_gate.gated.clear()
         with warnings.catch_warnings(), _no_failures_of_our_own(), _modes_put_back(), _attempts_are_free():
             warnings.simplefilter("ignore")
@@ -117,10 +119,8 @@ class World:
         self.space.clear()
         self._versions.clear()
         gc.collect()
-        for device in all_devices():
-            device.pool.sweep()
-            left = [*device.pool.recordings, *device.pool.leases, *device.pool.loans]
-            assert not left, f"in the pool is left what nobody has: {left}"
+        left = [one for one in _in_pools() if not any(one is other for other in self._others)]
+        assert not left, f"in the pool is left what nobody has: {left}"
 
     # -- what a program calls
 
@@ -370,6 +370,13 @@ class Portrait:
             self._versions[path] = weakref.ref(t), t._version
         if is_leaf or t.retains_grad:
             self._visit(f"{path}.grad", t.grad)
+
+
+def _in_pools() -> list[Any]:
+    """What the pools of all devices have in use."""
+    for device in all_devices():
+        device.pool.sweep()
+    return [one for d in all_devices() for one in (*d.pool.recordings, *d.pool.leases, *d.pool.loans)]
 
 
 def _said(error: Exception) -> str:

@@ -301,6 +301,7 @@ class DryRun:
         ):
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)
+            listener.reads_past = None if self._reads is None else self._reads.read_past
             if tracing is not None and state:
                 stands += map(tracing.parameter, state)
                 called = called.with_state(stands)

@@ -27,7 +27,7 @@ from .identity import identity
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_ours, is_torchs, is_users, origin
-from .read_gate import Reads
+from .read_gate import STATIC, Reads
 from .unnamed_reads import goes_through_objects, reads_any_of
 
 __all__ = ["REFLECTS", "Ran", "is_resumed"]
@@ -65,7 +65,8 @@ class Ran:
         self._names: Set[str] = _NONE.union(*map(names_in, others))
         # But a method of that name writes to an object whose class has it.
         writing = [code for code in users if not (code.co_name in _WRITES or is_written(code))]
-        past = any("__getattribute__" in names_in(code) for code in others if not asks_its_base(code)) or "__get__" in by_users
+        passing = [code for code in others if code is not STATIC and "__getattribute__" in names_in(code)]
+        past = not all(map(asks_its_base, passing)) or "__get__" in by_users
         past = past or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
         self.reads = reads if reads is not None and reads.certain and not past else None
         """What it has read of objects, if that is known."""

@@ -13,6 +13,7 @@ few: compiled code (`torch.compile`), and `object.__getattribute__` where code c
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -31,12 +32,12 @@ from .._torch.dynamic import Thing
 from .._torch.dynamo import tells_of_compilation
 from .bytecode import asked_of_base, asks_its_base
 from .identity import identity
-from .introspection import MISSING
+from .introspection import MISSING, own_dict
 from .origin import is_torchs
 from .standing import ended, fresh_in_children, standing
 from .subscripts import TABLES, keys_after
 
-__all__ = ["DOORS_FILE", "Reads", "Touching", "behind_gate", "gates", "may_be_gated"]
+__all__ = ["DOORS_FILE", "STATIC", "Reads", "Touching", "behind_gate", "gates", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
@@ -54,6 +55,9 @@ gates = dict[object, object]()
 # `warnings` leaves frames out whose file has both words in its name.
 DOORS_FILE = os.path.join(os.path.dirname(__file__), "importlib_bootstrap_of_doors.py")
 """The file of the code that stands there, as other code is told."""
+STATIC: CodeType | None = getattr(getattr(inspect, "_check_instance", None), "__code__", None)
+"""The code that reads an attribute of an object for `inspect.getattr_static`, past every gate. From Python 3.12 on that is also
+for what asks whether something is of a class that is a protocol."""
 
 
 def behind_gate(member: Thing) -> Thing:
@@ -212,6 +216,19 @@ class Reads:
                 begin(kind, "__setattr__", self._gate_of_writes(sets))
             gated.update({kind: gated.get(kind, 0) + 1 for kind in {*kinds, *(kind for kind, _ in setting)}})
             yield
+
+    def read_past(self, frame: FrameType) -> None:
+        """An attribute is about to be read past the gate, by `STATIC`. May raise."""
+        thing, name = frame.f_locals["obj"], frame.f_locals["attr"]
+        names = self._names.get(identity(thing))
+        if names is None:
+            return
+        names.add(name)
+        value = dict.get(own_dict(thing) or {}, name, MISSING)
+        if self.touching is not None:
+            self.touching.read(value, frame, name)
+        if type(value) in TABLES:
+            self._read_at[identity(value)][identity(frame.f_code), frame.f_lasti, name] = frame.f_code, type(value)
 
     def _is_heard(self) -> bool:
         """Whether what runs now is the call, and no thread that was there before it and goes on beside it."""

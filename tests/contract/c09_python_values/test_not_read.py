@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import types
+import typing
 
 import pytest
 import torch
@@ -621,3 +622,35 @@ def test_c09_what_a_thread_beside_the_call_reads(device):
         sys.setswitchinterval(interval)
         ours.watcher.join()
     assert pg.stats(step).recorded == 1, reasons(step)
+
+
+@typing.runtime_checkable
+class Scales(typing.Protocol):
+    scale: float
+
+
+def test_c09_what_asks_whether_something_has_what_a_protocol_names(device):
+    class Trainer:
+        def __init__(self):
+            self.config, self.seen = types.SimpleNamespace(scale=2.0), 0
+            self.other = Plain(2.0)
+
+        def step(self, x):
+            return x * (self.other.value if isinstance(self.other, Scales) else 1.0)
+
+    class Plain:
+        def __init__(self, value):
+            self.value = value
+
+    def make():
+        trainer = Trainer()
+        return trainer.step, trainer
+
+    both = side_by_side(make)
+    for n in range(8):
+        both(ramp(device, 4))
+        both.change(lambda trainer, n=n: setattr(trainer, "seen", n))
+    assert counts(both)[1:] == (1, 7), reasons(both)
+    both.change(lambda trainer: setattr(trainer.other, "scale", 1.0))
+    both(ramp(device, 4))
+    assert counts(both)[0] == 2
