@@ -366,6 +366,9 @@ def _dials_in(value: Thing) -> Iterator[Dial | Tally]:
         yield from _dials_in([*value.values()])
 
 
+_OF_MATH = [f for f in vars(math).values() if type(f) is BuiltinFunctionType]  # whatever stands there later
+
+
 @contextmanager
 def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     """During the block, what takes numbers is looked at."""
@@ -374,7 +377,7 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
         dials.reads_later = None  # or the dials would keep the watch
         yield
         return
-    instead = {f: _derived(dials, f) for f in vars(math).values() if type(f) is BuiltinFunctionType}
+    instead = {f: _derived(dials, f) for f in _OF_MATH}
     modules, numpy = [vars(math)], sys.modules.get("numpy")
     if numpy is not None:  # whose other functions ask what stands there
         instead[numpy.arange] = _with_reals(numpy.arange)
@@ -383,13 +386,9 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
     spaces = [*modules, *{id(f.__globals__): f.__globals__ for f in functions}.values()]
     own = [(space, name, f) for space in spaces for name, f in space.items() if type(f) is BuiltinFunctionType]
     before = [(space, name, f) for space, name, f in own if f in instead]
-    for space, name, f in before:
-        space[name] = instead[f]
     converters = _converters(dials)
     theirs = [*_own_code(functions, [*reach.modules, *reach.optimizers])]
     converting = [(name, space) for name in converters for space in _converting(name, theirs) if name not in space]
-    for name, space in converting:
-        space[name] = converters[name]
 
     def convert_no_more() -> None:
         for name, space in converting:
@@ -398,16 +397,20 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
 
     dials.convert_no_more = convert_no_more
     dials.converting = {(name, id(space)) for name, space in converting}
-    try:
+    try:  # (an exception may come at any moment)
+        for space, name, f in before:
+            space[name] = instead[f]
+        for name, space in converting:
+            space[name] = converters[name]
         if any(type(v) is BuiltinFunctionType and v in instead for h in reach.holders for v in h.read()):
             dials.stray_all("may be given to a function of math that is no global variable")
         with _Guard(dials) if dials.spots else nullcontext():  # by which some of torch's modules go another way
             yield
     finally:
-        convert_no_more()
         for space, name, f in before:
             if space.get(name) is instead[f]:
                 space[name] = f
+        convert_no_more()
         dials.reading, dials.reads_later, dials.convert_no_more = unread, None, _nothing  # for the watch keeps the dials
 
 
