@@ -408,7 +408,7 @@ class Drawing:
             ["net[0].register_full_backward_hook(lambda m, g, o: tuple(None if a is None else a * 2 for a in g))"],
             ["net[-1].register_forward_hook(lambda m, a, y: seen.__setitem__('last', y.detach()))"],
             ["net[0].register_forward_hook(lambda m, a, y: counted.append(len(counted)))"],
-            ["net[0].bias.requires_grad_(False)"], ["net[0].tied = net[0].weight"], ["net[-1].tied = net[0]"],
+            ["net[0].bias.requires_grad_(False)"], ["net[0].tied = net[0].weight"], ["net[-1].tied = None"],
             ["net.register_full_backward_pre_hook(lambda m, g: tuple(a * 0.5 for a in g))"],
             ["net[0].weight.register_hook(lambda g: log.append(0))"],
             ["opt_hook = lambda o, a, k: counted.append(len(counted))"],
