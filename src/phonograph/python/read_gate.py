@@ -7,8 +7,9 @@ notes the name. No name is missed, and none is noted that was read of another ob
 A dictionary tells nobody what is read of it, nor does a `SimpleNamespace`. But where an attribute holds one, the instructions
 after the read of the attribute do (``self.config["clip"]``): then it is that key which was read, and otherwise all of it.
 
-Other threads come through the gate as well; what they read is noted too, which does no harm. Reads that do not come through are
-few: compiled code (`torch.compile`), and `object.__getattribute__` where code calls it.
+Threads that were there before the call come through the gate as well; what they read is not noted, as they go on beside
+replays, too. Reads that do not come through are few: compiled code (`torch.compile`), and `object.__getattribute__` where code
+calls it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """C7, C11: numbers among the arguments are followed where a recording is in segments as well, with live operators between."""
 
+import math
+import warnings
 from math import cos
+from types import BuiltinFunctionType
 
 import pytest
 import torch
 
 import phonograph as pg
+from phonograph.guards import followed_numbers
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp
 
@@ -56,6 +60,25 @@ def test_c07_c11_numbers_beside_a_live_operator(device, function, kind):
         assert_same(recorded(x, kind(n + 2)), function(x, kind(n + 2)))
     assert pg.stats(recorded).recorded <= 2, pg.explain(recorded)
     assert pg.stats(recorded).replayed >= 12
+
+
+@pytest.mark.parametrize("at", ["_converters", "_own_code", "_converting", "_Guard"])
+def test_c12_functions_of_math_are_as_before_where_an_exception_comes(device, monkeypatch, at):
+    """In whatever prepares a capture in which they stand for others; what is recorded later follows its numbers."""
+
+    def fails(*_):
+        raise MemoryError("injected")
+
+    x = ramp(device, 2, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(followed_numbers, at, fails)
+        broken = pg.record(imported, fallback="split", keep="always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for n in range(6):
+                assert_same(broken(x, float(n + 2)), imported(x, float(n + 2)))
+    assert type(math.cos) is type(math.sin) is BuiltinFunctionType
+    test_c07_c11_numbers_beside_a_live_operator(device, imported, float)
 
 
 def taken(x, k):
