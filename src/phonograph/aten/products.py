@@ -1,9 +1,9 @@
 """Products of a batch of matrices with one matrix, which torch makes in another way below a mode.
 
-`matmul` of (b, m, k) with (1, k, n) is one product of (b m, k) with (k, n), where the second tensor requires a gradient, or where
-a mode looks on; and otherwise a batch of products, whose last bits may differ. So while a call is captured, what is no batch
-because of the mode alone comes as the batch that torch would make of it. (Of composite operators `matmul` is the only one in
-torch's own database, `op_db`, whose results tell that a mode was there; and it does so in these shapes alone.)
+`matmul` of (b, m, k) with (1, k, n) is one product of (b m, k) with (k, n) where the second tensor requires a gradient, or a mode
+looks on. Otherwise it is a batch of products, whose last bits may differ. So while a call is captured, what is no batch because
+of the mode alone comes as the batch that torch would make of it. (In torch's own database, `op_db`, no other results tell that a
+mode was there.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def products_as_without_mode() -> Iterator[None]:
 
 def _is_folded(a: Thing, b: Thing, kwargs: Kwargs) -> bool:
     """Whether it is one product only because a mode looks on. (What stands for other tensors is always one.)"""
-    if type(a) is not torch.Tensor and type(a) is not torch.nn.Parameter or type(b) is not torch.Tensor:
+    if type(a) not in (torch.Tensor, torch.nn.Parameter) or type(b) is not torch.Tensor:
         return False
     return (
         a.dim() == b.dim() == 3

@@ -444,7 +444,7 @@ class CudaWatch(DrawsWatch):
             func, args, kwargs = given(self.room, func, m, args, kwargs)
         self._performing += 1
         try:
-            out = super().perform(func, m, args, kwargs)
+            out: Any = super().perform(func, m, args, kwargs)
         finally:
             self._performing -= 1
         if m.name == _SEEDED:
