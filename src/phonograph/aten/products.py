@@ -1,9 +1,9 @@
 """Products of a batch of matrices with one matrix, which torch makes in another way below a mode.
 
-`matmul` of (b, m, k) with (1, k, n) is one product of (b m, k) with (k, n) where the second tensor requires a gradient, or a mode
-looks on. Otherwise it is a batch of products, whose last bits may differ. So while a call is captured, what is no batch because
-of the mode alone comes as the batch that torch would make of it. (In torch's own database, `op_db`, no other results tell that a
-mode was there.)
+`matmul` of (b, m, k) with (1, k, n) is one product of (b m, k) with (k, n) where the second tensor requires a gradient, or a
+mode looks on. Otherwise it is a batch of products, whose last bits may differ. So while a call is captured, what is no batch
+because of the mode alone comes as the batch that torch would make of it. (In torch's own database, `op_db`, no other results
+tell that a mode was there.)
 """
 
 from __future__ import annotations
