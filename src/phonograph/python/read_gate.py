@@ -171,13 +171,7 @@ class Reads:
         kinds = {where for kind in self._kinds if (where := _where(kind)) is not None}
         # One may derive from another. (A module's writes say what they write.)
         setting = [(kind, kind.__setattr__) for kind in self._kinds if not issubclass(kind, torch.nn.Module)]
-        if not _noting.acquire(blocking=False):  # another thread captures
-            self.certain = False
-            if self.touching is not None:
-                self.touching.unheard()
-            yield
-            return
-        locks = [_noting]
+        locks = list[threading.Lock]()
         put = list[tuple[type, str, Thing]]()
 
         def begin(kind: type, name: str, gate: Thing) -> None:
@@ -198,7 +192,7 @@ class Reads:
                 gates.pop(gate, None)  # late: other threads may look at the class
                 put.pop()
 
-        def compiles() -> None:
+        def hears_no_more() -> None:
             self.certain = False
             end()
             if self.touching is not None:
@@ -210,7 +204,12 @@ class Reads:
             while locks:
                 locks.pop().release()
 
-        with standing(undo), ended(tells_of_compilation(compiles)):
+        with standing(undo), ended(tells_of_compilation(hears_no_more)):
+            if not _noting.acquire(blocking=False):  # another thread captures
+                hears_no_more()
+                yield
+                return
+            locks.append(_noting)
             for kind in kinds:
                 begin(kind, "__getattribute__", self._gate(_next(kind)))
             for kind, sets in setting:
