@@ -128,6 +128,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
         self.drops_out = False
         """Whether it draws from a generator's state that is not in reach."""
         self.has_backward = False
+        self.numbered_apart = False  # nodes of autograd's were made on two threads
         """Whether its backward runs outside, or it is a backward itself."""
         self.may_begin_again = True
         """Whether a replay that cannot go on may be taken back, and the call run live: not where it is a backward."""

@@ -234,6 +234,9 @@ class Recording:
     """What playing it does besides giving results; "" if it does nothing else."""
     communicates: bool = False
     """It communicates with other ranks."""
+    numbered_apart: bool = False
+    """Nodes of autograd's were made on two threads, each of which counts its own. So in which order a backward runs them is not
+    the same each time."""
     borrow: bool = False
     backward: Any = field(default=None, repr=False)
     live_parts: tuple[Break, ...] = ()

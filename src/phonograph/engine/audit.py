@@ -13,6 +13,8 @@ An audit takes as long as a capture. It is not made where it would have to do wh
 * a backward that runs outside of the call: what it does autograd has noted in the forward, and its code would have to run in
   the middle of another's;
 * a graph that a compiler has made, which reads nothing of Python;
+* a backward with `create_graph` on a thread of autograd's: nodes that two threads have made do not run in the same order each
+  time;
 * dropout between layers of cuDNN's, which a capture makes begin anew;
 * arguments that are borrowed, and whatever else concerns this very call: then a later one is looked at.
 """
@@ -70,6 +72,8 @@ def never(function: object, recording: Recording | None = None) -> str:
         return ""
     if recording.communicates:
         return "it communicates with other ranks"
+    if recording.numbered_apart:
+        return "it differentiates a backward, whose order autograd does not keep from call to call"
     return "it drops out between layers of cuDNN's" if recording.table.draws.drops_out else ""
 
 

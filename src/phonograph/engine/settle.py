@@ -86,6 +86,7 @@ class Settlement:
             footprint=captured.program.footprint | Spans((x.address, x.nbytes) for x in self._leases.values()),
             effects=_effects(watch, table),
             communicates=watch.communicated,
+            numbered_apart=watch.numbered_apart,
             entangled=self._entangled,
             borrow=borrow,
             backward=self._backward,

@@ -282,6 +282,30 @@ def test_c19_explain_says_what_is_not_audited(device):
     assert "not audited: it is a backward that runs outside of the call" in pg.explain(model)
 
 
+def test_c10_a_step_that_differentiates_its_gradient(device):
+    """On a GPU a thread of autograd's makes the nodes of the gradient, and numbers them apart from the program's: which of them
+    a backward runs first hangs on what both threads have done before."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+
+    def step(x):
+        net.zero_grad()
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (slope.square().sum() + net(x).square().sum()).backward()
+        return slope.detach()
+
+    step = pg.record(step, audit=1, keep="always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pg.Stale)
+        for n in range(12):
+            step(ramp(device, 3, 4, start=n))
+            x = ramp(device, 3, 4).requires_grad_()
+            for _ in range(200):  # autograd's thread makes more nodes here than the program's
+                torch.autograd.grad(x.sin().cos().sum(), x, create_graph=True)
+    assert pg.stats(step).replayed >= 8, pg.explain(step)
+    assert ("not audited: it differentiates a backward" in pg.explain(step)) == (device.type == "cuda")
+
+
 def test_c05_borrowed_results_and_audits(device, audits):
     """A function that lends its results is audited; one that is given such is not, in those calls."""
     lends = pg.record(lambda x: (x * 2, x + 1), outputs="borrow", audit=1)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 
+from ..._torch import autograd as torch_autograd
 from ..._torch import cuda as torch_cuda
 from ..._torch import dynamo as torch_dynamo
 from ..._torch import modes as torch_modes
@@ -118,6 +120,7 @@ class CudaWatch(DrawsWatch):
         generators: list[torch.Generator], lent: list[torch.Generator], free: Spans, rewind: Rewind | None, stream: int,
     ) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed, generators, lent, rewind)
+        self._thread = threading.get_ident()
         self._performing = 0  # operators that run within each other
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
         self._stream = stream
@@ -442,6 +445,7 @@ class CudaWatch(DrawsWatch):
             raise Refusal(f"{source_of(m.name)}, an operator of others, works on the CPU", "give it tensors of the device")
         if hosts and self.room is not None:
             func, args, kwargs = given(self.room, func, m, args, kwargs)
+        self.numbered_apart = self.numbered_apart or (torch.is_grad_enabled() and _differentiates_apart(self._thread))
         self._performing += 1
         try:
             out: Any = super().perform(func, m, args, kwargs)
@@ -651,6 +655,11 @@ class CudaWatch(DrawsWatch):
             yield
         except Refusal as refusal:
             raise self.located(refusal) from None
+
+
+def _differentiates_apart(thread: int) -> bool:
+    """Whether a backward makes nodes here, on another thread than this one. (What a checkpoint recomputes, it drops.)"""
+    return threading.get_ident() != thread and torch_autograd.backward_id() != -1 and torch_autograd.keeps_graph()
 
 
 def _spoils_handle(name: str, args: Args, kwargs: Kwargs) -> bool:
