@@ -99,6 +99,8 @@ OF_SHAPES = frozenset(f"aten::{name}" for name in (
     "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))  # fmt: skip
 """Operators that look at what a tensor is, and not at its values."""
 _READS_OF = {"aten::masked_select": 1, "aten::_pack_padded_sequence": 1}  # which argument, where it is not all of them
+HOLDS_AS = {"aten::_pack_padded_sequence": (1, 1)}
+"""Which result holds the same each time that an argument does, whatever else the operator is given: sizes of batches."""
 # They read lengths or ranges on the host without saying so.
 _READS_HOST = {"aten::_pack_padded_sequence", "aten::fbgemm_linear_quantize_weight", "aten::_cslt_sparse_mm_search"}
 # An operator that answers with a plain value has read one, but for these, which answer from what is known without.

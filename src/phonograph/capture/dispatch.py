@@ -221,6 +221,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
             self.makes(func, args, kwargs, out, fixed)
         elif m.name == "aten::rand" and isinstance(out, torch.Tensor):
             self.draws_evenly(out)
+        elif m.reads_host:
+            self.makes_in_part(m, args, out)
         if self.decisive and not self.bodies and not (self.dials and self.stands_among((*args, *kwargs.values()))):
             self.alike.makes(m, func, args, kwargs, out)
         if self.graphs:

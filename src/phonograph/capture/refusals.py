@@ -20,6 +20,7 @@ _REMEDIES = {
     "torch/amp/grad_scaler.py:_maybe_opt_step": "make the optimizer with fused=True, or with capturable=True on a GPU: now it "
     'keeps its step count on the host, and the device decides whether it steps; or fallback="split"',
     "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
+    "torch/nn/utils/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
     "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
