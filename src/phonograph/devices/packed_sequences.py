@@ -18,6 +18,7 @@ import torch
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Args, Kwargs
+from .._torch.operators import FUNCTIONS
 from ..capture.dispatch import OperatorWatch
 from ..guards.followed_numbers import reader
 from ..python.standing import standing
@@ -45,8 +46,7 @@ def sizes_relied_on(watch: OperatorWatch) -> Iterator[None]:
 
         return rely
 
-    modules = (torch, torch._VF)
-    places = [(module, name) for module in modules for name in (*_LAYERS, _PADS) if hasattr(module, name)]
+    places = [(module, name) for module in FUNCTIONS for name in (*_LAYERS, _PADS) if hasattr(module, name)]
     own = [vars(module).get(name) for module, name in places]
 
     def undo() -> None:
