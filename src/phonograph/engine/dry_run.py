@@ -48,7 +48,7 @@ from ..python.putting_back import put_back
 from ..python.read_gate import Reads
 from ..slots.fed_gradients import hands_on
 from ..values.container_edits import Edit
-from ..values.host_scalars import without
+from ..values.host_scalars import Numeral, without
 from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten
 from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, first_line, innermost, naming
@@ -164,6 +164,10 @@ class DryRun:
         if any(first in str(e) for first in device.first_uses):
             return Unseen("uses a library of CUDA's for the first time", "call it once before", final=False)
         operator = self._watch.failed if self._watch is not None else None
+        if self._watch is not None and self._watch.would_refuse and Numeral.__name__ in str(e):
+            refusal = self._watch.would_refuse[0]  # code in C that knows no such number
+            refusal.cutting = True
+            return refusal
         line, source, direct = innermost(e.__traceback__)
         said = naming(written(operator.name()) if operator is not None else "", source, direct=direct)
         unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first_line(e)}"', _ELSEWHERE)
