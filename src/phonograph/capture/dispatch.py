@@ -82,7 +82,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
         TorchDispatchMode.__init__(self)
         CallMemory.__init__(self, reach, slots, borrowed)
-        Refusals.__init__(self)
+        Refusals.__init__(self, reach)
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
+import torch
+
 from ..errors import Refusal
-from ..python.origin import runs_through, users_line
+from ..guards.reachable import Reach
+from ..python.identity import identity
+from ..python.origin import in_package, runs_through, users_line
+from ..values.wording import COMPILED
 
 __all__ = ["Refusals"]
 
@@ -32,14 +38,20 @@ _REMEDIES = {
 }
 
 
+_PACKAGE = "it is code of a package: "
+_SAME = 'fallback="split", if the value is most often the same'
+_FORWARD = frozenset({"forward", "__call__", "_call_impl"})
+
+
 class Refusals:
     """Those of one call, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:
         self.refusal: Refusal | None = None
         """The first one of an operator."""
         self.noticed: list[Refusal] = []
         """All of them, with those that others have noticed."""
+        self._models = reach.models
 
     def refuse_read(self, refusal: Refusal) -> None:
         """Refuse what reads a tensor's memory without an operator."""
@@ -48,7 +60,8 @@ class Refusals:
     def placed(self, refusal: Refusal, frame: FrameType) -> Refusal:
         """The refusal with the user's line, of what runs in this frame; nobody has been refused yet."""
         refusal.where = users_line(frame)
-        refusal.remedy = next((r for at, r in _REMEDIES.items() if runs_through(frame, at)), refusal.remedy)
+        known = next((r for at, r in _REMEDIES.items() if runs_through(frame, at)), "")
+        refusal.remedy = known or (refusal.of_values and self.advice(frame)) or refusal.remedy
         return refusal
 
     def located(self, refusal: Refusal) -> Refusal:
@@ -59,3 +72,29 @@ class Refusals:
         self.refusal = self.refusal or refusal
         self.noticed.append(refusal)
         return refusal
+
+    def advice(self, frame: FrameType | None = None) -> str:
+        """What a user may do about values that a package looks at, whose code is not theirs to change; "" where none runs."""
+        frame = frame or sys._getframe(1)
+        if not in_package(frame):
+            return ""
+        at_work = [*_modules_at_work(frame)]
+        running = {identity(part) for module, runs in at_work if runs for part in module.modules()}
+        left = running | {identity(module) for module, _ in at_work}
+        names = {name: module for name, module in self._models().items() if left.isdisjoint(map(identity, module.modules()))}
+        inner = {identity(part) for module in names.values() for part in module.modules() if part is not module}
+        names = {name: module for name, module in names.items() if identity(module) not in inner}
+        if names:
+            name = max(names, key=lambda name: sum(p.numel() for p in names[name].parameters()))
+            return f"{_PACKAGE}record the model alone, {name} = pg.record({name}); or {_SAME}"
+        if running:
+            return f"{_PACKAGE}{COMPILED}, which goes on around it; or {_SAME}"
+        return f"{_PACKAGE}call that outside of the recorded function; or {_SAME}"
+
+
+def _modules_at_work(frame: FrameType | None) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """Modules of which a method runs, and whether that is their forward."""
+    while frame is not None:
+        if isinstance(module := frame.f_locals.get("self"), torch.nn.Module):
+            yield module, frame.f_code.co_name in _FORWARD
+        frame = frame.f_back
