@@ -8,9 +8,11 @@ from types import FrameType
 
 import torch
 
+from .._torch.dynamic import Thing
 from ..errors import Refusal
 from ..guards.reachable import Reach
 from ..python.identity import identity
+from ..python.introspection import own_dict
 from ..python.origin import in_package, runs_through, users_line
 from ..values.wording import COMPILED
 
@@ -79,13 +81,14 @@ class Refusals:
         if not in_package(frame):
             return ""
         at_work = [*_modules_at_work(frame)]
-        running = {identity(part) for module, runs in at_work if runs for part in module.modules()}
+        running = {identity(part) for module, runs in at_work if runs for part in _parts(module)}
         left = running | {identity(module) for module, _ in at_work}
-        names = {name: module for name, module in self._models().items() if left.isdisjoint(map(identity, module.modules()))}
-        inner = {identity(part) for module in names.values() for part in module.modules() if part is not module}
-        names = {name: module for name, module in names.items() if identity(module) not in inner}
-        if names:
-            name = max(names, key=lambda name: sum(p.numel() for p in names[name].parameters()))
+        whole = {name: _parts(module) for name, module in self._models().items()}
+        whole = {name: parts for name, parts in whole.items() if left.isdisjoint(map(identity, parts))}
+        inner = {identity(part) for parts in whole.values() for part in parts[1:]}
+        sizes = {name: sum(map(_size, parts)) for name, parts in whole.items() if identity(parts[0]) not in inner}
+        if any(sizes.values()):
+            name = max(sizes, key=lambda name: sizes[name])
             return f"{_PACKAGE}record the model alone, {name} = pg.record({name}); or {_SAME}"
         if running:
             return f"{_PACKAGE}{COMPILED}, which goes on around it; or {_SAME}"
@@ -95,6 +98,23 @@ class Refusals:
 def _modules_at_work(frame: FrameType | None) -> Iterator[tuple[torch.nn.Module, bool]]:
     """Modules of which a method runs, and whether that is their forward."""
     while frame is not None:
-        if isinstance(module := frame.f_locals.get("self"), torch.nn.Module):
+        module: Thing = frame.f_locals.get("self")
+        if issubclass(type(module), torch.nn.Module):  # `isinstance` asks the object
             yield module, frame.f_code.co_name in _FORWARD
         frame = frame.f_back
+
+
+def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and those in it, by no code of its own, which would count as the call's."""
+    found, left = dict[int, torch.nn.Module](), [module]
+    while left:
+        part = left.pop()
+        if identity(part) not in found:
+            found[identity(part)] = part
+            left += [inner for inner in (own_dict(part) or {}).get("_modules", {}).values() if inner is not None]
+    return [*found.values()]
+
+
+def _size(module: torch.nn.Module) -> int:
+    """How many parameters are its own."""
+    return len((own_dict(module) or {}).get("_parameters", {}))

@@ -170,8 +170,8 @@ class Objects:
         return [*self._objects, *self.modules]
 
     def models(self) -> dict[str, torch.nn.Module]:
-        """The modules with parameters, by the expressions that give them."""
-        named = {self.names[identity(m)]: m for m in self.modules if any(True for _ in m.parameters())}
+        """The modules, by the expressions that give them."""
+        named = {self.names[identity(m)]: m for m in self.modules}
         return {name: m for name, m in named.items() if _EXPRESSION.fullmatch(name)}
 
     def _class_of(self, kind: type) -> None:
