@@ -105,6 +105,8 @@ class Refusal(Exception):
     """Whether it is worth a warning: there is something to mend."""
     counts: Any = ()
     """Where numbers lie, and their names: they stand in the way, and the next capture follows them."""
+    of_values = False
+    """Whether code looks at what a tensor holds, or has a shape that depends on it."""
     cutting = False
     """Whether it stands in the way of cutting the call into segments, or of handing on numbers."""
 

@@ -45,5 +45,5 @@ def test_rivals_are_storages_that_are_there_wherever_an_interrupt_comes():
             pg.reset(each)
         if not fault.where:
             break
-    assert "" in met
-    assert len(met) > 4
+    # From Python 3.12 on a comprehension is no function that starts.
+    assert {"", "memory/pool.py:Pool.recordings", "memory/spans.py:Spans.meets"} <= met

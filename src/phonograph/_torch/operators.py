@@ -17,6 +17,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from .functions import _c
 
 __all__ = [
+    "FUNCTIONS",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -30,6 +31,9 @@ __all__ = [
     "is_missing",
     "numbers_in_place_of_tensors",
 ]
+
+FUNCTIONS = [space for space in (torch, getattr(torch, "_VF", None)) if space is not None]
+"""Modules in which code finds functions in C: people's, and that of torch's own layers."""
 
 
 def bindings(name: str, *, out: bool) -> list[Callable[..., object]]:

@@ -7,6 +7,7 @@ here, each with its reason.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -99,6 +100,8 @@ OF_SHAPES = frozenset(f"aten::{name}" for name in (
     "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))  # fmt: skip
 """Operators that look at what a tensor is, and not at its values."""
 _READS_OF = {"aten::masked_select": 1, "aten::_pack_padded_sequence": 1}  # which argument, where it is not all of them
+HOLDS_AS = {"aten::_pack_padded_sequence": (1, 1)}
+"""Which result holds the same each time that an argument does, whatever else the operator is given: sizes of batches."""
 # They read lengths or ranges on the host without saying so.
 _READS_HOST = {"aten::_pack_padded_sequence", "aten::fbgemm_linear_quantize_weight", "aten::_cslt_sparse_mm_search"}
 # An operator that answers with a plain value has read one, but for these, which answer from what is known without.
@@ -165,13 +168,10 @@ _REMEDIES_THERE = {
     "torch.tensor(": "torch.stack makes a tensor of tensors",
 }
 _AS_NUMBER = ".item()", "float(", "int("
+_IN_PACKAGE = "it is code of a package: record the model alone, model = pg.record(model)"  # by its name, where that is known
 _AS_TENSOR = (
     "return the tensor and read it outside, or use the tensor itself; or keep the value on the device: torch.where, pg.cond, "
     'masked arithmetic, x[i.view(1)] where i has no dimensions; or fallback="split", if the value is most often the same'
-)
-_IN_PACKAGE = (
-    "it is code of a package: call that outside of the recorded function (an optimizer's step, an average of weights); or "
-    'record the model alone; or fallback="split", if the value is most often the same'
 )
 
 
@@ -313,6 +313,11 @@ def read_on_host(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) 
     return operands(args, kwargs) if at < 0 else tensors_in(args[at], [])
 
 
+def answers_by_shapes(m: Meaning, args: Args) -> bool:
+    """Whether what this call of the operator answers follows from what tensors are, whatever their values."""
+    return m.name == "aten::equal" and args[0].shape != args[1].shape
+
+
 def bytes_written(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[int]:
     """The bytes of each storage that this call of the operator may write."""
     return [t.untyped_storage().nbytes() for t in written_by(m, args, kwargs)]
@@ -347,7 +352,7 @@ def check(m: Meaning, args: Args, kwargs: Kwargs, said: Callable[[str], str] = s
         known = _SHAPE_KNOWN_IF.get(m.name)
         if known is None or not known(args, kwargs):
             advice = _REMEDIES.get(m.name, f"use what gives a fixed shape, or call it outside the recorded function, {MARKED}")
-            raise Refusal(f"{said(m.name)} has a shape that depends on data", advice)
+            raise _of_values(Refusal(f"{said(m.name)} has a shape that depends on data", advice))
     if m.name in _MASKED_WRITES and _has_mask(args[1]) and args[2].numel() != 1:
         raise Refusal(f"{said(m.name)} with a boolean mask counts its matches on the host",
                       "use torch.where(mask, new, old)")  # fmt: skip
@@ -372,12 +377,17 @@ def remedy(name: str) -> str:
 def reads_value(name: str = _READS_NUMBER, said: Callable[[str], str] = source_of) -> Refusal:
     reader = said(name)
     otherwise = remedy(name) or "return the tensor and read it outside the recorded function"
-    if name == _READS_NUMBER and in_package():
+    if in_package(sys._getframe(1)):
         otherwise = _IN_PACKAGE
     elif name == _READS_NUMBER and any(part in reader for part in _AS_NUMBER):
         otherwise = _AS_TENSOR
     there = (advice for part, advice in _REMEDIES_THERE.items() if part in reader)
-    return Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise))
+    return _of_values(Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise)))
+
+
+def _of_values(refusal: Refusal) -> Refusal:
+    refusal.of_values = True
+    return refusal
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:

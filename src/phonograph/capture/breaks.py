@@ -136,7 +136,7 @@ class Decision(Break):
     """A number is read of a tensor, by which the call goes on: the next segment is what comes after this very number. Or it is
     what is worked out of such, and of the numbers that are `followed`."""
 
-    remedy = 'where that is rare, nothing; else torch.where instead of `if`, or torch.compile(..., backend="phonograph")'
+    remedy = 'torch.where instead of `if`, unless that is rare; or torch.compile(..., backend="phonograph")'
 
     def __init__(
         self, number: object, said: str, where: str, work_out: Callable[[Values], Sequence[object]] | None = None,

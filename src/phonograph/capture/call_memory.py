@@ -100,6 +100,10 @@ class CallMemory:
             birth.key, birth.number = key, -1 if name else self._made
             self._made += not name
 
+    def is_outside(self, key: int) -> bool:
+        """Whether this storage was there before the call: an argument's, or one in reach."""
+        return bool(self.known.get(key))
+
     def name_of(self, key: int) -> int | str | None:
         """How many storages the call had made before this one, or what one is called that was there before."""
         birth = self._births.get(key)

@@ -82,7 +82,7 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
     def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool] = ()) -> None:
         TorchDispatchMode.__init__(self)
         CallMemory.__init__(self, reach, slots, borrowed)
-        Refusals.__init__(self)
+        Refusals.__init__(self, reach)
         RandomStates.__init__(self, reach)
         HostNumbers.__init__(self, device, reach)
         FollowedCounts.__init__(self)
@@ -222,6 +222,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
             self.makes(func, args, kwargs, out, fixed)
         elif m.name == "aten::rand" and isinstance(out, torch.Tensor):
             self.draws_evenly(out)
+        elif m.reads_host:
+            self.makes_in_part(m, args, out)
         if self.decisive and not self.bodies and not (self.dials and self.stands_among((*args, *kwargs.values()))):
             self.alike.makes(m, func, args, kwargs, out)
         if self.graphs:
@@ -421,6 +423,8 @@ class OperatorWatch(TorchDispatchMode, ControlFlow, HostNumbers, Exports):
 
     def is_constant(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:
         """Whether an operator that reads values at capture reads the same values in each replay."""
+        if operators.answers_by_shapes(m, args):
+            return True
         read = operators.read_on_host(m, args, kwargs)
         return bool(read) and self.reads_fixed(m.name, read, sys._getframe(1))
 

@@ -121,7 +121,16 @@ class FixedValues(FollowedCounts):
     def makes(self, func: OpOverload, args: Args, kwargs: Kwargs, out: object, of: frozenset[int]) -> None:
         """An operator has given this, or written it, which holds the same in each replay."""
         written = operators.written_by(operators.meaning(func), args, kwargs)
-        for t in operators.tensors_in((out, written), []):
+        self._holds_the_same(operators.tensors_in((out, written), []), of)
+
+    def makes_in_part(self, m: operators.Meaning, args: Args, out: Sequence[torch.Tensor]) -> None:
+        """An operator has given this, of which one result may hold the same in each replay, though not all do."""
+        result, argument = operators.HOLDS_AS.get(m.name, (0, 0))
+        if argument and (of := self.fixed(args[argument])) is not None:
+            self._holds_the_same([out[result]], of)
+
+    def _holds_the_same(self, tensors: Sequence[torch.Tensor], of: frozenset[int]) -> None:
+        for t in tensors:
             key = storage_id(t) if has_memory(t) else None
             if key is not None and (self.may_count(key) or (self.known.get(key) == "" and key not in self.gathered)):
                 self._made_of[key] = of | self._made_of.get(key, MADE_OF_NUMBERS)

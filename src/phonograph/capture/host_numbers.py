@@ -169,5 +169,5 @@ def _decides(name: str, site: Site) -> Decides:
     """The refusal of an operator of this name, which reads a number at this site by which the call goes on."""
     found = operators.reads_value(name)
     refusal = Decides(found.reason, f"{found.remedy}; or {COMPILED}")
-    refusal.site = site
+    refusal.site, refusal.of_values = site, True
     return refusal

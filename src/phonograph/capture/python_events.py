@@ -47,7 +47,7 @@ from ..python.identity import identity
 from ..python.introspection import is_table
 from ..python.loggers import ASKING, Question, question
 from ..python.origin import BACKWARD, is_users, runs_through, users_line
-from ..python.read_gate import STATIC
+from ..python.read_gate import BY_NAME
 from ..python.standing import ended, standing
 from ..python.variable_loads import Load
 from ..state.rng import READS, SETS, asked
@@ -152,9 +152,9 @@ class Listener:
         self.appended = Counter[int]()
         self._globals: dict[int, dict[str, object]] = {}
         self.caching = caching
-        self.starts = start_names | more.keys() | {STATIC.co_name if STATIC is not None else ""}
+        self.starts = start_names | more.keys() | {BY_NAME.co_name}
         self.reads_past: Callable[[FrameType], None] | None = None
-        """Is told where `STATIC` starts."""
+        """Is told where `BY_NAME` starts."""
         self.more = more
         self.outer = outer
         self.variables: Variables | None = None
@@ -183,7 +183,7 @@ class Listener:
             put = question(frame, self.outer)
             if put is not None:
                 self.loggers[identity(put[0]), put[1]] = put
-        if frame.f_code is STATIC and self.reads_past is not None and self.concerned():
+        if frame.f_code is BY_NAME and self.reads_past is not None and self.concerned():
             self.reads_past(frame)
         if frame.f_code in SETS and self.concerned():
             with self._refusing(frame):
@@ -274,7 +274,7 @@ def _monitoring(listener: Listener) -> Iterator[None]:
                 listener.elsewhere[identity(code)] = code
                 return None  # another thread, or the collector, is the first to run it: this one is still to be heard
             listener.met(sys._getframe(1))
-        if identity(code) in listener.caching or identity(code) in _FOLLOWED or code is STATIC:
+        if identity(code) in listener.caching or identity(code) in _FOLLOWED or code is BY_NAME:
             return listener.started(sys._getframe(1))
         if identity(code) in _READ:
             heard.append(code)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
+import torch
+
+from .._torch.dynamic import Thing
 from ..errors import Refusal
-from ..python.origin import runs_through, users_line
+from ..guards.reachable import Reach
+from ..python.identity import identity
+from ..python.introspection import own_dict
+from ..python.origin import in_package, runs_through, users_line
+from ..values.wording import COMPILED
 
 __all__ = ["Refusals"]
 
@@ -20,6 +28,7 @@ _REMEDIES = {
     "torch/amp/grad_scaler.py:_maybe_opt_step": "make the optimizer with fused=True, or with capturable=True on a GPU: now it "
     'keeps its step count on the host, and the device decides whether it steps; or fallback="split"',
     "torch/nn/modules/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
+    "torch/nn/utils/rnn.py": "lengths of packed sequences are read on the host: pass padded tensors, and mask them",
     "torch/optim/lbfgs.py": "LBFGS decides on the host how often it calls its closure: record the model that the closure calls",
     "torch/nn/modules/transformer.py:_detect_is_causal_mask": "pass is_causal as well as the mask: torch looks at its "
     "values otherwise",
@@ -31,14 +40,20 @@ _REMEDIES = {
 }
 
 
+_PACKAGE = "it is code of a package: "
+_SAME = 'fallback="split", if the value is most often the same'
+_FORWARD = frozenset({"forward", "__call__", "_call_impl"})
+
+
 class Refusals:
     """Those of one call, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:
         self.refusal: Refusal | None = None
         """The first one of an operator."""
         self.noticed: list[Refusal] = []
         """All of them, with those that others have noticed."""
+        self._models = reach.models
 
     def refuse_read(self, refusal: Refusal) -> None:
         """Refuse what reads a tensor's memory without an operator."""
@@ -47,7 +62,8 @@ class Refusals:
     def placed(self, refusal: Refusal, frame: FrameType) -> Refusal:
         """The refusal with the user's line, of what runs in this frame; nobody has been refused yet."""
         refusal.where = users_line(frame)
-        refusal.remedy = next((r for at, r in _REMEDIES.items() if runs_through(frame, at)), refusal.remedy)
+        known = next((r for at, r in _REMEDIES.items() if runs_through(frame, at)), "")
+        refusal.remedy = known or (refusal.of_values and self.advice(frame)) or refusal.remedy
         return refusal
 
     def located(self, refusal: Refusal) -> Refusal:
@@ -58,3 +74,47 @@ class Refusals:
         self.refusal = self.refusal or refusal
         self.noticed.append(refusal)
         return refusal
+
+    def advice(self, frame: FrameType | None = None) -> str:
+        """What a user may do about values that a package looks at, whose code is not theirs to change; "" where none runs."""
+        frame = frame or sys._getframe(1)
+        if not in_package(frame):
+            return ""
+        at_work = [*_modules_at_work(frame)]
+        running = {identity(part) for module, runs in at_work if runs for part in _parts(module)}
+        left = running | {identity(module) for module, _ in at_work}
+        whole = {name: _parts(module) for name, module in self._models().items()}
+        whole = {name: parts for name, parts in whole.items() if left.isdisjoint(map(identity, parts))}
+        inner = {identity(part) for parts in whole.values() for part in parts[1:]}
+        sizes = {name: sum(map(_size, parts)) for name, parts in whole.items() if identity(parts[0]) not in inner}
+        if any(sizes.values()):
+            name = max(sizes, key=lambda name: sizes[name])
+            return f"{_PACKAGE}record the model alone, {name} = pg.record({name}); or {_SAME}"
+        if running:
+            return f"{_PACKAGE}{COMPILED}, which goes on around it; or {_SAME}"
+        return f"{_PACKAGE}call that outside of the recorded function; or {_SAME}"
+
+
+def _modules_at_work(frame: FrameType | None) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """Modules of which a method runs, and whether that is their forward."""
+    while frame is not None:
+        module: Thing = frame.f_locals.get("self")
+        if issubclass(type(module), torch.nn.Module):  # `isinstance` asks the object
+            yield module, frame.f_code.co_name in _FORWARD
+        frame = frame.f_back
+
+
+def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and those in it, by no code of its own, which would count as the call's."""
+    found, left = dict[int, torch.nn.Module](), [module]
+    while left:
+        part = left.pop()
+        if identity(part) not in found:
+            found[identity(part)] = part
+            left += [inner for inner in (own_dict(part) or {}).get("_modules", {}).values() if inner is not None]
+    return [*found.values()]
+
+
+def _size(module: torch.nn.Module) -> int:
+    """How many parameters are its own."""
+    return len((own_dict(module) or {}).get("_parameters", {}))

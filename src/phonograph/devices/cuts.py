@@ -174,6 +174,7 @@ class Cuts:
             with _cutting():
                 self._may_cut(runs)
                 part = Decision(number, source_of(READS_NUMBER.name()), users_line())
+                part.remedy = self._watch.advice() or part.remedy
                 self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
             return number
         raise self._watch.located(Unseen(f"{runs}, and did not read it before", "read it in every call", final=False))
@@ -190,6 +191,7 @@ class Cuts:
             self._may_cut(_GOES_BY)
             work_out, dials = worked_out([formula], reads), self._watch.dials
             part = Decision(now, said, where, work_out, lambda: dials.values if dials else ())
+            part.remedy = self._watch.advice() or part.remedy
             tensors = [t.detach() for t in reads.values()]
             self._watch.interrupt(part, str(part), [*tensors, *self._arrived(part, _GOES_BY)], [], [])
 

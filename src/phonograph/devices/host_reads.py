@@ -57,8 +57,10 @@ def reads_value(watch: OperatorWatch, name: str, args: Args, kwargs: Kwargs) -> 
         return None
     if name in NUMBERS:
         return operators.reads_value()
-    return Refusal(f"{source_of(f'Tensor.{name}')} reads a tensor's value on the host",
-                   "return the tensor and read it outside the recorded function")  # fmt: skip
+    refusal = Refusal(f"{source_of(f'Tensor.{name}')} reads a tensor's value on the host",
+                      "return the tensor and read it outside the recorded function")  # fmt: skip
+    refusal.of_values = True
+    return refusal
 
 
 def of_the_host(watch: OperatorWatch, name: str, args: Args, kwargs: Kwargs) -> Refusal | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,8 @@ class Arguments:
         self._held = [entries(c, self._opened) for c in self.built]
         self._sealed = _sealed(self.built, self._held)
         self._metadata = [_metadata(t) for t in tensors]
+        self.turned = tuple[int, ...]()
+        """The tensors that require a gradient now, and did not: so do the caller's after each call."""
 
     def copied(self) -> frozenset[int]:
         """The identities of the sets that the call has got."""
@@ -65,6 +68,11 @@ class Arguments:
             raise Refusal("changes a container that is an argument", "return the new value")
         return found
 
+    def turn(self) -> None:
+        """Note which tensors are `turned`. (One that stands for itself is the caller's already.)"""
+        given = enumerate(zip(self._tensors, self._call.tensors, self._metadata, strict=True))
+        self.turned = tuple([i for i, (t, theirs, was) in given if t is not theirs and _is_turned(t, was)])
+
     def gained(self) -> list[int]:
         """The tensors that have a gradient now: they had none, or would stand for themselves. (What stands for one with a
         history is a leaf as well, but the gradient is not for that: a backward goes on from there.)"""
@@ -84,8 +92,8 @@ class Arguments:
         """Refuse what the call has done to them that cannot be repeated for the caller."""
         if any(self._sets[identity(x)] != x for x in self._call.leaves if type(x) is set):
             raise Refusal("changes a container that is an argument", "return the new value")
-        for t, was in zip(self._tensors, self._metadata, strict=True):
-            if _metadata(t) != was:
+        for i, (t, was) in enumerate(zip(self._tensors, self._metadata, strict=True)):
+            if _metadata(t) != (was._replace(requires_grad=True) if i in self.turned else was):
                 raise Refusal(
                     "changes what an argument is (its shape, its history, hooks, attributes)", "use a new tensor instead"
                 )
@@ -93,9 +101,25 @@ class Arguments:
                 raise Refusal("accumulates a gradient in an argument", "use torch.autograd.grad and return the gradient")
 
 
-def _metadata(t: torch.Tensor) -> tuple[object, ...]:
+class _Metadata(NamedTuple):
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    history: object
+    hooks: tuple[int, int]
+    attributes: object
+
+
+def _metadata(t: torch.Tensor) -> _Metadata:
     hooks = len(t._backward_hooks or ()), len(getattr(t, "_post_accumulate_grad_hooks", None) or ())
-    return (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, attributes(t))
+    return _Metadata(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.grad_fn, hooks, attributes(t))
+
+
+def _is_turned(t: torch.Tensor, was: _Metadata) -> bool:
+    """Whether this requires a gradient by `requires_grad_()`: it has no history."""
+    return type(t) is torch.Tensor and t.requires_grad and t.is_leaf and not (was.requires_grad or t.is_inference())
 
 
 def _sealed(built: Sequence[object], held: Sequence[Table | None]) -> Leaves:

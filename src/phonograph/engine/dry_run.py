@@ -49,7 +49,7 @@ from ..python.putting_back import put_back
 from ..python.read_gate import Reads
 from ..slots.fed_gradients import hands_on
 from ..values.container_edits import Edit
-from ..values.host_scalars import without
+from ..values.host_scalars import Numeral, without
 from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten
 from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, first_line, innermost, naming
@@ -80,6 +80,8 @@ class _Effects(NamedTuple):
     """Changes of containers among the arguments."""
     gained: list[int]
     """Arguments that have gained a gradient."""
+    turned: tuple[int, ...]
+    """Arguments that require a gradient now."""
 
 
 class DryRun:
@@ -163,6 +165,10 @@ class DryRun:
         if any(first in str(e) for first in device.first_uses):
             return Unseen("uses a library of CUDA's for the first time", "call it once before", final=False)
         operator = self._watch.failed if self._watch is not None else None
+        if self._watch is not None and self._watch.would_refuse and Numeral.__name__ in str(e):
+            refusal = self._watch.would_refuse[0]  # code in C that knows no such number
+            refusal.cutting = True
+            return refusal
         line, source, direct = innermost(e.__traceback__)
         said = naming(written(operator.name()) if operator is not None else "", source, direct=direct)
         unknown = (f'{said or "it"} fails while it is captured, and not in a live call: "{first_line(e)}"', _ELSEWHERE)
@@ -187,6 +193,8 @@ class DryRun:
         seen = self._seen(slots, watch)
         leaves = self._leaves(seen)
         given = [leaves[place] for place in request.call.places]
+        pairs = zip(given, request.call.tensors, strict=True)
+        watch.histories.end_there([t for t, theirs in pairs if t.requires_grad and theirs.grad_fn is not None])
         arguments = Arguments(request.call, leaves, seen)
         modes_before, by_name = modes(), dict(arguments.kwargs)
         self._stand_ins.callback(request.terms.carried.stand(by_name))
@@ -283,7 +291,7 @@ class DryRun:
         called: Thing = request.function
         tracing, backward = request.tracing, request.backward
         refused = tracing.refused() if tracing is not None else {}
-        heard = together(watch.frames(), watch.hooks(), watch.histories.backwards(), prepared.begins, refused)
+        heard = together(watch.frames(), watch.hooks(), watch.histories.backwards(watch.is_outside), prepared.begins, refused)
         state = called.state if tracing is not None and request.calls_graph else ()
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
@@ -343,10 +351,13 @@ class DryRun:
             result, left = (result, [put.new for put in left.puts]), left.after()
         if edited:
             result = (result, [values for _, values in edited])
-        gained = arguments.gained() if self._request.tracing is None else []
+        gained = list[int]()
+        if self._request.tracing is None:
+            arguments.turn()
+            gained = arguments.gained()
         if gained:
             result = (result, arguments.take_gradients(gained))
-        return result, _Effects(known, left, filled, [edit for edit, _ in edited], gained)
+        return result, _Effects(known, left, filled, [edit for edit, _ in edited], gained, arguments.turned)
 
     def _all_that_ran(self, listener: Listener) -> Ran | None:
         """The code of all functions that ran, if it is known. It is not of what is compiled, nor, before Python 3.12, of what
@@ -410,7 +421,8 @@ class DryRun:
     def _returned(self, result: object, effects: _Effects, built: list[object]) -> Returned:
         grads = self._prepared.grads
         made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
-        return Returned.of(result, effects.edits, effects.gained, built, self._outer | made_grads, effects.filled)
+        return Returned.of(result, effects.edits, effects.gained, effects.turned, built, self._outer | made_grads,
+                           effects.filled)  # fmt: skip
 
     def _check(self, arguments: Arguments, modes_before: object, listener: Listener) -> None:
         """Refuse what the call has done to modes and arguments; take it back if its code was not all looked at."""

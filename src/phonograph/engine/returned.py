@@ -35,12 +35,14 @@ class Returned(NamedTuple):
     flattener: Flattener
     edits: tuple[Edit, ...] = ()
     gained: tuple[int, ...] = ()
+    turned: tuple[int, ...] = ()
+    """Arguments that require a gradient from then on."""
     written: tuple[int, ...] = ()
     """Of the caller's own containers, the tensors that it has written: their versions move on."""
 
     @classmethod
-    def of(cls, tree: object, edits: Sequence[Edit], gained: Sequence[int], built: Sequence[object], outer: Set[int],
-           filled: Set[int] = frozenset()) -> Returned:  # fmt: skip
+    def of(cls, tree: object, edits: Sequence[Edit], gained: Sequence[int], turned: tuple[int, ...], built: Sequence[object],
+           outer: Set[int], filled: Set[int] = frozenset()) -> Returned:  # fmt: skip
         """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`."""
         numbers = {identity(c): i for i, c in enumerate(built)}
         shut = numbers.keys() | filled
@@ -51,7 +53,8 @@ class Returned(NamedTuple):
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
                 leaves[i] = Given(number, None if number >= 0 else leaf)
         written = tuple([i for i, c in enumerate(built) if isinstance(c, torch.Tensor) and c._version])
-        return cls(tree, shape, leaves, flattener.containers, Flattener(shut, outer), tuple(edits), tuple(gained), written)
+        return cls(tree, shape, leaves, flattener.containers, Flattener(shut, outer), tuple(edits), tuple(gained), turned,
+                   written)  # fmt: skip
 
     def all_containers(self) -> Leaves:
         """Those that the call has made, and others."""

@@ -115,7 +115,7 @@ class Settlement:
             Constants(self._relied, self._snapshot, dials, fixed, request.reach.shared),
             gradients,
             Inputs(self._slots, returned.written, request.device.pool),
-            Effects(left.after(), settings, returned.edits, returned.gained),
+            Effects(left.after(), settings, returned.edits, returned.gained, returned.turned),
         )
 
     def _settle_operators(self) -> None:
@@ -228,6 +228,8 @@ def _effects(watch: OperatorWatch, table: Table) -> str:
     set_there = [*table.numbers.dials.advanced, *(one.spot for one in effects.settings)]
     if set_there:
         return f"sets {set_there[0].at[1]}"
+    if effects.turned:
+        return "lets an argument require a gradient"
     if effects.edits or effects.gained:
         return "changes a container that is an argument" if effects.edits else "leaves a gradient in an argument"
     if effects.left.paths:

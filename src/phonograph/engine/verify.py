@@ -43,6 +43,8 @@ def repeats(recording: Recording) -> str | None:
         return "drops out between layers of cuDNN's"
     if recording.table.effects.edits:
         return "changes an argument's container"
+    if recording.table.effects.turned:
+        return "lets an argument require a gradient"
     if left.counts:
         return f"counts {left.paths[0]}"
     if recording.table.numbers.dials.advanced or recording.table.effects.settings:

@@ -11,6 +11,7 @@ import abc
 import builtins
 import ctypes
 import operator
+import re
 import sys
 import weakref
 from array import array
@@ -68,6 +69,7 @@ _SILENT_BASES = frozenset({object, torch.nn.Module, abc.ABC, Generic, Protocol})
 _FIELDS = "__dataclass_fields__"
 _LAYERS = "torch.nn.modules."
 _FILLED = (list, deque, dict, defaultdict)
+_EXPRESSION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*|\[\d+\])*")
 _NOTES = "_per_optimizer_states"  # of gradient scalers
 _MODULES_OWN = frozenset(n for n, v in vars(torch.nn.Module()).items() if type(v) in (dict, OrderedDict))
 BUILTINS = vars(builtins)
@@ -166,6 +168,11 @@ class Objects:
     def objects(self) -> list[object]:
         """Those that have attributes which code may read."""
         return [*self._objects, *self.modules]
+
+    def models(self) -> dict[str, torch.nn.Module]:
+        """The modules, by the expressions that give them."""
+        named = {self.names[identity(m)]: m for m in self.modules}
+        return {name: m for name, m in named.items() if _EXPRESSION.fullmatch(name)}
 
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""

@@ -27,7 +27,7 @@ from .identity import identity
 from .introspection import asks_identity
 from .names_in_code import is_written, likeness
 from .origin import LIBRARY, is_ours, is_torchs, is_users, origin
-from .read_gate import STATIC, Reads
+from .read_gate import BY_NAME, STATIC, Reads
 from .unnamed_reads import goes_through_objects, reads_any_of
 
 __all__ = ["REFLECTS", "Ran", "is_resumed"]
@@ -75,9 +75,12 @@ class Ran:
         self._torchs_codes, self._functions = torchs, functions
         self._others = others
         self._uses: dict[str, _Use] = {}
-        self._elsewhere = _NONE.union(*map(names_in, elsewhere))
+        asked = self.reads.asked if self.reads is not None and BY_NAME not in elsewhere else None
+        self._names |= asked or _NONE
+        self._elsewhere = _NONE.union(*map(names_in, elsewhere), asked or ())
         around = any(map(looks_around, users)) or any(map(formats_any, users))
-        self.looks_around = around or any(map(goes_through_objects, others))
+        through = filter(goes_through_objects, others)
+        self.looks_around = around or any(code is not BY_NAME or asked is None for code in through)
         """Whether it may read attributes that it does not name."""
         self.reflects = not by_users.isdisjoint(REFLECTS)
         self.matches = any(map(matches, others))

@@ -158,9 +158,9 @@ def users_line(frame: FrameType | None = None) -> str:
     return line if theirs is None else f"{line}, in {_in_package(theirs)}"
 
 
-def in_package() -> bool:
-    """Whether the user's own code has called an installed package, which runs by now."""
-    own, theirs = _users(sys._getframe(1))
+def in_package(frame: FrameType) -> bool:
+    """Whether the user's own code has called an installed package, of which this frame is."""
+    own, theirs = _users(frame)
     return own is not None and theirs is not None
 
 

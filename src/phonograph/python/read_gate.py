@@ -38,7 +38,7 @@ from .origin import is_torchs
 from .standing import ended, fresh_in_children, standing
 from .subscripts import TABLES, keys_after
 
-__all__ = ["DOORS_FILE", "STATIC", "Reads", "Touching", "behind_gate", "gates", "may_be_gated"]
+__all__ = ["BY_NAME", "DOORS_FILE", "STATIC", "Reads", "Touching", "behind_gate", "gates", "may_be_gated"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
@@ -56,9 +56,11 @@ gates = dict[object, object]()
 # `warnings` leaves frames out whose file has both words in its name.
 DOORS_FILE = os.path.join(os.path.dirname(__file__), "importlib_bootstrap_of_doors.py")
 """The file of the code that stands there, as other code is told."""
+BY_NAME = inspect.getattr_static.__code__
+"""The code that is asked for one attribute of an object or a class, which it reads past every gate. From Python 3.12 on it is
+also for what asks whether something is of a class that is a protocol."""
 STATIC: CodeType | None = getattr(getattr(inspect, "_check_instance", None), "__code__", None)
-"""The code that reads an attribute of an object for `inspect.getattr_static`, past every gate. From Python 3.12 on that is also
-for what asks whether something is of a class that is a protocol."""
+"""The code that reads an attribute of an object for that."""
 
 
 def behind_gate(member: Thing) -> Thing:
@@ -145,12 +147,18 @@ class Reads:
         """The identities of what a call that has come to its end has not touched."""
         self.certain = True
         """Whether nothing has been read past the gate."""
+        self._asked = set[str]()
         self._beside = sys._current_frames().keys() - {threading.get_ident()}
 
     def names(self, thing: object) -> set[str] | None:
         """The names of the attributes that were read of an object, whether or not it has them; None if it may be any."""
         names = self._names.get(identity(thing))
         return None if names is None or not _ALL.isdisjoint(names) else names
+
+    @property
+    def asked(self) -> set[str] | None:
+        """The names that `BY_NAME` was asked for, of whatever it was; None if it may have given all attributes."""
+        return self._asked if _ALL.isdisjoint(self._asked) else None
 
     def knows(self, kind: type) -> bool:
         """Whether reads of such objects were noted."""
@@ -218,8 +226,9 @@ class Reads:
             yield
 
     def read_past(self, frame: FrameType) -> None:
-        """An attribute is about to be read past the gate, by `STATIC`. May raise."""
+        """An attribute is about to be read past the gate, for `BY_NAME`. May raise."""
         thing, name = frame.f_locals["obj"], frame.f_locals["attr"]
+        self._asked.add(name)
         names = self._names.get(identity(thing))
         if names is None:
             return

@@ -22,13 +22,14 @@ class Effects(Column):
     """Those of one recording."""
 
     def __init__(
-        self, left: Left, settings: tuple[Setting, ...] = (), edits: tuple[Edit, ...] = (), gained: tuple[int, ...] = ()
-    ) -> None:
-        """`settings` are plain values that are set, `edits` changes of containers among the arguments, and `gained` the numbers
-        of arguments that get a gradient."""
-        self.left, self.settings, self.edits, self.gained = left, settings, edits, gained
+        self, left: Left, settings: tuple[Setting, ...] = (), edits: tuple[Edit, ...] = (),
+        gained: tuple[int, ...] = (), turned: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """`settings` are plain values that are set, `edits` changes of containers among the arguments, `gained` the numbers of
+        arguments that get a gradient, and `turned` of those that require one from then on."""
+        self.left, self.settings, self.edits, self.gained, self.turned = left, settings, edits, gained, turned
         self._counted = False  # after this run
-        self.takes_results = bool(left.puts or edits or gained)
+        self.takes_results = bool(left.puts or edits or gained or turned)
         """Whether some results are left somewhere."""
 
     def fill(self) -> Sequence[Step]:
@@ -72,6 +73,8 @@ class Effects(Column):
                 put(one.of, one.name, value)
         if self.left.behind:
             states.opened()
+        for i in self.turned:
+            tensors[i].requires_grad_()
         for i, gradient in zip(self.gained, gradients, strict=True):
             tensors[i].grad = gradient
         for edit, new in zip(self.edits, edited, strict=True):

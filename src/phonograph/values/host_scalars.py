@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from .._torch.dynamic import Leaves
+from .._torch.dynamic import Args, Kwargs, Leaves
 from .._torch.tensors import has_memory
 from ..errors import Refusal
 from ..python.at_work import is_spelled
@@ -144,6 +144,11 @@ class Numeral(Unread):
         found = self.worked(function, *of)
         return bool(found.real() if isinstance(found, Numeral) else found)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
+        """Torch's functions get the number itself."""
+        return func(*_real_in(args), **_real_in(kwargs or {}))
+
     def __bool__(self) -> bool:
         return self.decided(bool, self)
 
@@ -192,6 +197,13 @@ def _sample(x: Any) -> Any:
 
 def _real(x: Any) -> Any:
     return x.real() if isinstance(x, Numeral) else x
+
+
+def _real_in(value: Any) -> Any:
+    """The same with the numbers themselves in the place of numerals."""
+    if type(value) in (list, tuple):
+        return type(value)([_real_in(v) for v in value])
+    return {k: _real_in(v) for k, v in value.items()} if type(value) is dict else _real(value)
 
 
 def _now(x: Any) -> Any:

@@ -64,6 +64,7 @@ _WRITTEN = {
     "aten::copy_": ".copy_()",
     "aten::_resize_output_": "out=",
     "aten::_pack_padded_sequence": "pack_padded_sequence",
+    "aten::_pad_packed_sequence": "pad_packed_sequence",
     "aten::_nested_tensor_from_mask_left_aligned": "nn.TransformerEncoder",
     "aten::_efficientzerotensor": "a derivative that is zero",  # no code: it stands without quotes
     "aten::lift_fresh": "torch.tensor",

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import phonograph as pg
@@ -272,6 +272,66 @@ def test_c11_packed_sequences(device):
             run.log(f(run.batch(), torch.tensor([5, 4, 2 + n % 2, 1])))
 
     same_as_plain(program, device)
+
+
+LENGTHS = [[5, 4, 3, 2], [5, 5, 2, 2], [5, 3, 3, 3]]  # as many in all, and as many in the first batch
+layers = pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
+
+
+@may_run_live
+@layers
+@pytest.mark.parametrize("fallback", ["live", "auto"])
+@pytest.mark.parametrize("where", ["packed inside", "packed outside", "padded again"])
+def test_c11_packed_sequences_that_differ_in_the_sizes_of_batches_only(device, kind, fallback, where):
+    """Torch reads these on the host, by no operator."""
+
+    def program(run):
+        rnn = KINDS[kind]().to(run.device)
+        hidden = torch.zeros(1, 4, 8, device=run.device)
+        state = (hidden, hidden) if kind == "lstm" else hidden
+
+        def f(x, lengths):
+            return rnn(pack_padded_sequence(x, lengths), state)[0].data.detach()
+
+        def of_packed(data, sizes):
+            packed = PackedSequence(data, sizes)
+            return rnn(packed, state)[0].data.detach() if where == "packed outside" else pad_packed_sequence(packed)[0] * 2
+
+        f = run.record(f if where == "packed inside" else of_packed, fallback=fallback, keep="always")
+        for n in range(18):
+            x, lengths = run.batch(), torch.tensor(LENGTHS[n % 3 if n > 8 else 0])
+            packed = pack_padded_sequence(x, lengths)
+            run.log(f(x, lengths) if where == "packed inside" else f(packed.data, packed.batch_sizes))
+
+    same_as_plain(program, device)
+
+
+@layers
+@pytest.mark.parametrize("given", ["tensor", "list"])
+def test_c01_packed_sequences_of_lengths_that_stay(device, kind, given):
+    """They are read once, and relied on: another recording where somebody writes them."""
+
+    def program(run):
+        net, lengths = run.net(KINDS[kind]()), torch.tensor(LENGTHS[0])
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x):
+            opt.zero_grad()
+            out, _ = net.rnn(pack_padded_sequence(x, lengths if given == "tensor" else [5, 4, 3, 2], enforce_sorted=False))
+            out = pad_packed_sequence(out)[0]
+            out.square().mean().backward()
+            opt.step()
+            return out.detach()
+
+        step = run.record(step, keep="always")
+        for n in range(12):
+            if n == 6:
+                lengths.copy_(torch.tensor(LENGTHS[1]))
+            run.log(step(run.batch()))
+        run.log(net)
+
+    (recorded,) = same_as_plain(program, device)
+    assert pg.stats(recorded).replayed >= 9 or device.type == "cuda", pg.explain(recorded)
 
 
 @ways

@@ -211,3 +211,53 @@ def test_c06_a_gradient_goes_on_into_the_history_of_an_argument(device, first):
             assert u.grad is None
         else:
             assert_same(u.grad, w.detach() * (n + 1))
+
+
+def forces(weight, x):
+    """As potentials of atoms do with positions."""
+    x.requires_grad_()
+    (force,) = torch.autograd.grad((x @ weight).tanh().sum(), x)
+    return -force
+
+
+def trained_by_forces(weight, x):
+    x.requires_grad = True
+    energy = (x @ weight).tanh().sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    (force.square().sum() + energy).backward()  # which leaves a gradient in the argument, too
+    return energy.detach()
+
+
+def gives_it(weight, x):
+    return x.requires_grad_()
+
+
+def gives_what_shares_its_memory(weight, x):
+    return x.requires_grad_().detach(), x.sum().detach()
+
+
+def writes_it_before(weight, x):
+    x.mul_(2).requires_grad_()
+    return torch.autograd.grad((x @ weight).tanh().sum(), x)[0]
+
+
+def gives_what_has_a_history(weight, x):
+    return x.requires_grad_() * 2
+
+
+@may_run_live
+@pytest.mark.parametrize("function", [forces, trained_by_forces, gives_it, gives_what_shares_its_memory, writes_it_before,
+                                      gives_what_has_a_history])  # fmt: skip
+def test_c03_an_argument_that_the_call_lets_require_a_gradient(device, function):
+    """So does the caller's from then on."""
+    weight = ramp(device, 3, 2).requires_grad_()
+    both = side_by_side(lambda: lambda x: function(weight, x))
+    for n in range(8):
+        given = Pair.of(ramp(device, 4, 3) + n)
+        both(given)
+        given.check()
+        assert given.recorded.requires_grad
+        assert given.recorded.is_leaf
+        given.each(lambda t: (t * 2).sum().backward())  # it is the caller's
+        given.check()
+    assert counts(both)[2] >= 6 or function is gives_what_has_a_history, pg.explain(both.recorded)

@@ -142,3 +142,52 @@ def test_c06_a_view_of_a_weight_is_written_without_gradients(device):
     both = side_by_side(make)
     for n in range(6):
         both(ramp(device, 2, 4, start=n))
+
+
+def by_another_argument(weight, a, b):
+    return torch.autograd.grad(((a * weight).sum() + b.sum()) ** 2, a)[0]
+
+
+def by_a_weight(weight, a, b):
+    return torch.autograd.grad(b.sum() ** 2, weight, allow_unused=True)[0]
+
+
+def backward_to_a_weight(weight, a, b):
+    ((b.sum() + weight.sum()) ** 2).backward(inputs=[weight])
+    return weight.grad.clone()
+
+
+def twice_by_another(weight, a, b):
+    (first,) = torch.autograd.grad((a * b).sum() ** 2, a, create_graph=True)
+    return (first * b).sum()
+
+
+def by_itself(weight, a, b):
+    return torch.autograd.grad((b * b).sum(), b)[0]
+
+
+def by_what_it_makes(weight, a, b):
+    between = (a + b).detach().requires_grad_()
+    return torch.autograd.grad((between * b).sum(), between)[0].detach()
+
+
+@may_run_live
+@pytest.mark.parametrize("function", [by_another_argument, by_a_weight, backward_to_a_weight, twice_by_another, by_itself,
+                                      by_what_it_makes])  # fmt: skip
+@pytest.mark.parametrize("made", ["view", "product"])
+def test_c06_a_gradient_by_what_lies_behind_an_argument(device, function, made):
+    """What of it comes by the history of that argument, no capture sees."""
+    weight = nn.Parameter(ramp(device, 3))
+    recorded = pg.record(lambda a, b: function(weight, a, b), keep="always")
+    for n in range(6):
+        results = []
+        for f in (lambda a, b: function(weight, a, b), recorded):
+            weight.grad = None
+            a = (ramp(device, 3) + n).requires_grad_()
+            result = f(a, a[:] if made == "view" else a * weight)
+            if result is not None and result.requires_grad:
+                result.backward()
+            results.append((result, a.grad, weight.grad))
+        assert_same(*results)
+    if function in (by_itself, by_what_it_makes):
+        assert pg.stats(recorded).replayed >= 4, reasons(recorded)

@@ -654,3 +654,37 @@ def test_c09_what_asks_whether_something_has_what_a_protocol_names(device):
     both.change(lambda trainer: setattr(trainer.other, "scale", 1.0))
     both(ramp(device, 4))
     assert counts(both)[0] == 2
+
+
+@typing.runtime_checkable
+class Counted(typing.Protocol):
+    seen: int
+
+
+class Counting:
+    def __init__(self):
+        self.seen = 0
+
+    def scaled(self, x):
+        self.seen += 1
+        return x * (2.0 if isinstance(self, Scales) else 1.0)
+
+    def counted(self, x):
+        self.seen += 1
+        return x * (2.0 if isinstance(self, Counted) else 1.0)
+
+
+@pytest.mark.parametrize("name", ["scaled", "counted"])
+def test_c09_a_count_beside_what_asks_for_an_attribute_by_a_protocol(device, name):
+    """By the name that it asks for, it reads no other."""
+
+    def make():
+        counting = Counting()
+        return getattr(counting, name), counting
+
+    both = side_by_side(make)
+    for _ in range(8):
+        both(ramp(device, 4))
+    assert counts(both)[1:] == (1, 7), reasons(both)
+    both.change(lambda counting: setattr(counting, "scale", 1.0))
+    both(ramp(device, 4))

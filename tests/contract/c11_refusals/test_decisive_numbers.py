@@ -59,6 +59,9 @@ ON_BY = {
     "a comparison": lambda x: x * 2 if torch.equal(x.sign(), x.abs().sign()) else x - 1,
     "one of a method's": lambda x: x * 2 if x.abs().equal(x) else x - 1,
     "a tolerant one": lambda x: x * 2 if torch.allclose(x, x.abs(), rtol=1e-3) else x - 1,
+    "an operator's number": lambda x: x.add(x, alpha=x.sign().sum().item() * 0.5),
+    "one that is worked out, in place": lambda x: (x * 2).add_(x.sign().sum().item() * 2),
+    "a limit": lambda x: torch.clamp(x, max=x.sign().mean().item() / 2),
     "a size": lambda x: torch.ones(3 + int(x.sign().sum()), device=x.device),
 }
 
@@ -322,3 +325,14 @@ def test_c08_what_was_looked_at_is_looked_at_no_more(device, function, looks):
     for _ in range(8):
         f(ramp(device, 2, 3), padded)
     assert pg.explain(f).count("live between its segments: a look at a number") == looks
+
+
+def test_c19_a_number_that_code_in_c_does_not_know_is_told_as_one_that_is_read(device):
+    def function(x):
+        return x * torch.tensor([x.sum().item() * 2, 1.0, 2.0], device=x.device)
+
+    f = pg.record(function, keep="always")
+    for n in range(5):
+        assert_same(f(ramp(device, 3, start=n)), function(ramp(device, 3, start=n)))
+    assert "Numeral" not in pg.explain(f)
+    assert "`x.sum().item()` reads" in pg.explain(f)

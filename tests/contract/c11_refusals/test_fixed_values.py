@@ -65,6 +65,7 @@ READS = {
     "a mask": lambda x, h: x[torch.arange(3, device=x.device) > 0],
     "a mask of what is there": lambda x, h: x[(h.times[:3] > 0.5).nonzero()[:, 0]],
     "another comparison": lambda x, h: x * 2 if torch.equal(h.times, torch.linspace(0, 1, 4, device=x.device)) else -x,
+    "one of other shapes": lambda x, h: x * 2 if torch.equal(x, x[:2]) or x.equal(x[None]) else -x,
     "a float": lambda x, h: x * float((h.times.sin() / 3)[1]),
     "an index": lambda x, h: x[torch.arange(3, device=x.device)[1]],
     "a size": lambda x, h: x.new_ones(int(torch.arange(4, device=x.device).sum())),

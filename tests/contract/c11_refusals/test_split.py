@@ -16,7 +16,7 @@ from phonograph.devices import device_for
 from phonograph.engine import recorder
 from phonograph.guards.reachable import Reach
 from phonograph.testing import assert_same
-from tests.helpers import may_run_live, side_by_side
+from tests.helpers import as_ours, may_run_live, side_by_side
 
 
 def ramp(device, *shape, start=0.0):
@@ -617,7 +617,7 @@ def test_c11_derivatives_forward_and_nested_tensors_beside_such_an_operator(devi
 @may_run_live
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_c11_what_lacks_memory_once_is_not_taken_for_what_cannot_be_captured(monkeypatch, error):
-    """On the CPU, where no code of a test's own in a capture is heard: nothing here is a device's."""
+    """On the CPU: nothing here is a device's."""
     left, real, device = [error("injected")], OperatorWatch._see, "cpu"
 
     def see(self, m, *given):
@@ -625,7 +625,7 @@ def test_c11_what_lacks_memory_once_is_not_taken_for_what_cannot_be_captured(mon
             raise left.pop()
         return real(self, m, *given)
 
-    monkeypatch.setattr(OperatorWatch, "_see", see)
+    monkeypatch.setattr(OperatorWatch, "_see", as_ours(see, real))
     f = pg.record(lambda x: (x * 2).sin(), fallback="split", keep="always")
     for n in range(12):
         x = torch.ones(3, device=device) + n

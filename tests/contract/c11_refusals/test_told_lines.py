@@ -163,7 +163,7 @@ def installed(directory, name):
 
 @may_run_live
 def test_c11_a_package_that_reads_a_number_is_to_be_called_outside(device, tmp_path):
-    """Nobody is told to change code of a package; what is told works."""
+    """Nobody is told to change code of a package; what is told works, and stands first."""
     normalised = installed(tmp_path, "averages.py")["normalised"]
     inside, outside = pg.record(lambda x: normalised(x * 2), fallback="live"), pg.record(lambda x: x * 2, fallback="live")
     for n in range(4):
@@ -248,8 +248,8 @@ ADVICE = ("record the model alone", 'fallback="split"')
 @may_run_live
 @pytest.mark.parametrize(("alone", "split"), [(False, False), (True, False), (False, True)], ids=["", "alone", "split"])
 def test_c11_advice_that_was_followed_is_not_given_again(device, tmp_path, alone, split):
-    model = Normalised(installed(tmp_path, "averages.py")["normalised"])
-    f = pg.record(model if alone else lambda x: model(x), fallback="split" if split else "live")
+    normalised, net = installed(tmp_path, "averages.py")["normalised"], torch.nn.Linear(3, 3, device=device)
+    f = pg.record(Normalised(normalised) if alone else lambda x: normalised(net(x)), fallback="split" if split else "live")
     if split:  # by a number that is another each time
         f = pg.record(lambda x: x + torch.full((3,), x.sum(), device=x.device), fallback="split")
     for n in range(4):
@@ -283,3 +283,25 @@ def test_c11_a_graph_layer_that_looks_for_loops(device, tmp_path):
     for _ in range(3):
         assert f(torch.tensor([[0, 1, 2], [1, 1, 0]], device=device)).tolist() == [[0, 2], [1, 0]]
     assert "add_self_loops=False" in reasons(f)
+
+
+@may_run_live
+@pytest.mark.parametrize("read", ["item", "numpy", "equal", "nonzero"])
+def test_c11_a_package_that_reads_values_beside_a_model_names_the_model(device, tmp_path, read):
+    """By the expression that gives it, in what stands first."""
+    reads = {"item": "x * x.sum().item()", "numpy": "x * float(x.detach().cpu().numpy()[0])",
+             "equal": "x * torch.equal(x, x * 2)", "nonzero": "x * x.nonzero().numel()"}  # fmt: skip
+    file, names = tmp_path / "site-packages" / "reads.py", {"torch": torch}
+    exec(compile(f"def looked(x):\n    return {reads[read]}", str(file), "exec"), names)
+    trainer = types.SimpleNamespace(net=torch.nn.Linear(3, 3, device=device), head=torch.nn.Linear(1, 1, device=device))
+    f = pg.record(lambda x: names["looked"](trainer.net(x) + trainer.head.bias), fallback="live")
+    with pytest.warns(pg.RunsLive) as said:
+        assert len([f(ramp(device, 3, start=n)) for n in range(4)]) == 4
+    assert "code of a package: record the model alone, trainer.net = pg.record(trainer.net))" in str(said[0].message)
+
+
+def test_c11_a_package_that_reads_values_within_the_model_is_gone_around(device, tmp_path):
+    model = Normalised(installed(tmp_path, "averages.py")["normalised"])
+    f = pg.record(lambda x: model(x), fallback="live")
+    with pytest.warns(pg.RunsLive, match=r'code of a package: use torch.compile\(..., backend="phonograph"\)'):
+        assert len([f(ramp(device, 3, start=n)) for n in range(4)]) == 4

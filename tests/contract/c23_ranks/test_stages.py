@@ -18,8 +18,16 @@ def counts(told: dict) -> tuple[int, int, int]:
     return told["live"], told["recorded"], told["replayed"]
 
 
+def leave_out_what_eager_cannot(case: str, backend: str) -> None:
+    """A release of torch that lets a rank send to itself, which gloo does not."""
+    errors = [told.get(case, {}).get("unable") for told in found(backend)]
+    if all(errors) and backend == "gloo" and any("Pair is not connected" in error for error in errors):
+        pytest.skip(errors[0])
+
+
 @pytest.mark.parametrize(("case", "backend"), on_each(stages.CASES))
 def test_c23_each_rank_has_what_it_has_in_eager(case, backend):
+    leave_out_what_eager_cannot(case, backend)
     for told in found(backend):
         assert told.get(case, told["log"])["wrong"] == []
 
@@ -46,6 +54,7 @@ def test_c09_a_step_after_an_evaluation_sets_the_pipeline_up_live_and_the_next_i
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_c11_where_stages_hand_on_what_they_give_without_sending_it_the_step_is_live_by_name(backend):
+    leave_out_what_eager_cannot("turns_back", backend)
     sends, hands_on = [told["turns_back"] for told in found(backend)]
     assert counts(sends) == (1, 1, stages.CALLS - 1), sends["reasons"]
     assert counts(hands_on)[0] == stages.CALLS

@@ -27,6 +27,7 @@ from ...values.wording import Failure
 from ..base import Captured, CapturePlan
 from ..class_indices import one_hot_checked
 from ..host_reads import ITEM, NUMBERS, READS, host_reads_refused, reads_value
+from ..packed_sequences import sizes_relied_on
 from ..slots import place_for
 from .arena import Arena
 from .steps import Place
@@ -77,7 +78,8 @@ class CpuDevice:
         tape.follow(plan.dials)
         tape.give_back = self._arena.give_back
         try:
-            with tape, host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value), one_hot_checked(tape):
+            reads = host_reads_refused(tape, (*READS, *NUMBERS, ITEM), reads_value)
+            with tape, reads, sizes_relied_on(tape), one_hot_checked(tape):
                 result = plan.call(slots, tape)
             if tape.refusal is not None:
                 raise tape.refusal
