@@ -21,6 +21,7 @@ import torch
 from .._torch.autograd import backward_id
 from .._torch.dynamic import Args, Kwargs, Private, Reading
 from .._torch.modes import autocast_is_on, following_views
+from ..python.standing import exchanged
 from .operators import CASTS, Meaning
 
 __all__ = ["USED_WHEN_ON", "Casts", "autocast", "set_autocast"]
@@ -98,28 +99,26 @@ class Casts:
     @contextmanager
     def following(self) -> Iterator[None]:
         """The call runs inside the block."""
-        kind: Private = torch.amp.autocast_mode.autocast
-        begin, end = kind.__enter__, kind.__exit__
 
-        @functools.wraps(begin)
-        def begins(region: object) -> object:
-            result = begin(region)
-            self._regions.setdefault(threading.get_ident(), []).append(autocast())
-            return result
+        def heard(name: str, own: Callable[..., object]) -> Callable[..., object]:
+            @functools.wraps(own)
+            def begins(region: object) -> object:
+                result = own(region)
+                self._regions.setdefault(threading.get_ident(), []).append(autocast())
+                return result
 
-        @functools.wraps(end)
-        def ends(region: object, *exception: object) -> object:
-            regions = self._regions.get(threading.get_ident())
-            if regions:
-                regions.pop()
-                self.ended += not regions
-            return end(region, *exception)
+            @functools.wraps(own)
+            def ends(region: object, *exception: object) -> object:
+                regions = self._regions.get(threading.get_ident())
+                if regions:
+                    regions.pop()
+                    self.ended += not regions
+                return own(region, *exception)
 
-        kind.__enter__, kind.__exit__ = begins, ends
-        try:
+            return begins if name == "__enter__" else ends
+
+        with exchanged([(torch.amp.autocast_mode.autocast, name) for name in ("__enter__", "__exit__")], heard):
             yield
-        finally:
-            kind.__enter__, kind.__exit__ = begin, end
 
     @classmethod
     def called(cls, m: Meaning, then: tuple[object, ...], func: Callable[..., Private], args: Args, kwargs: Kwargs) -> Private:

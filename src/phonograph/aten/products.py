@@ -18,7 +18,7 @@ import torch
 from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.dynamo import tells_of_compilation
 from .._torch.tensors import has_memory
-from ..python.standing import standing
+from ..python.standing import exchanged
 
 __all__ = ["products_as_without_mode"]
 
@@ -30,16 +30,9 @@ _PLACES: tuple[tuple[Thing, str], ...] = (
 @contextmanager
 def products_as_without_mode() -> Iterator[None]:
     """During the block, matrices are multiplied on this thread as where no mode looks on."""
-    mine, own = threading.get_ident(), [vars(place).get(name) for place, name in _PLACES]
+    mine = threading.get_ident()
 
-    def undo() -> None:
-        for (place, name), before in zip(_PLACES, own, strict=True):
-            if before is not None:
-                setattr(place, name, before)
-            elif name in vars(place):
-                delattr(place, name)  # it was inherited
-
-    def batched(product: Callable[..., Thing]) -> Callable[..., Thing]:
+    def batched(_: str, product: Callable[..., Thing]) -> Callable[..., Thing]:
         @wraps(product)
         def matmul(*args: Thing, **kwargs: Thing) -> Thing:
             if threading.get_ident() == mine and len(args) == 2 and _is_folded(*args, kwargs):
@@ -48,13 +41,7 @@ def products_as_without_mode() -> Iterator[None]:
 
         return matmul
 
-    def exchange() -> None:
-        for (place, name), product in zip(_PLACES, products, strict=True):
-            setattr(place, name, product)
-
-    products = [batched(getattr(place, name)) for place, name in _PLACES]
-    with standing(undo), tells_of_compilation(undo, exchange):  # Dynamo knows torch's own
-        exchange()
+    with exchanged(_PLACES, batched, tells_of_compilation):  # Dynamo knows torch's own
         yield
 
 

@@ -6,7 +6,7 @@ So each replay makes these checks too (`value_checks`). Without a number of clas
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 
@@ -18,6 +18,7 @@ from .._torch.tensors import has_memory
 from ..capture.dispatch import OperatorWatch
 from ..capture.value_checks import Check
 from ..python.origin import users_line
+from ..python.standing import exchanged
 
 __all__ = ["one_hot_checked"]
 
@@ -25,24 +26,24 @@ __all__ = ["one_hot_checked"]
 @contextmanager
 def one_hot_checked(watch: OperatorWatch) -> Iterator[None]:
     """During the block, `one_hot` leaves its checks to the watch, on this thread."""
-    mine, own = threading.get_ident(), functional.one_hot
+    mine = threading.get_ident()
 
-    @wraps(own)
-    def one_hot(tensor: Thing, num_classes: Thing = -1) -> Thing:
-        indices = type(tensor) is torch.Tensor and has_memory(tensor) and tensor.is_cpu and tensor.dtype is torch.int64
-        checks = indices and tensor.numel() and type(num_classes) is int and num_classes > 0
-        if not checks or threading.get_ident() != mine:
-            return own(tensor, num_classes)
-        least, most = tensor.aminmax()
-        for good, text in (
-            (least >= 0, "Class values must be non-negative."),
-            (most < num_classes, "Class values must be smaller than num_classes."),
-        ):
-            watch.checks(Check(True, RuntimeError, text, users_line()), good)
-        return tensor.new_zeros((*tensor.shape, num_classes)).scatter_(-1, tensor.unsqueeze(-1), 1)
+    def checked(_: str, own: Callable[..., Thing]) -> Callable[..., Thing]:
+        @wraps(own)
+        def one_hot(tensor: Thing, num_classes: Thing = -1) -> Thing:
+            indices = type(tensor) is torch.Tensor and has_memory(tensor) and tensor.is_cpu and tensor.dtype is torch.int64
+            checks = indices and tensor.numel() and type(num_classes) is int and num_classes > 0
+            if not checks or threading.get_ident() != mine:
+                return own(tensor, num_classes)
+            least, most = tensor.aminmax()
+            for good, text in (
+                (least >= 0, "Class values must be non-negative."),
+                (most < num_classes, "Class values must be smaller than num_classes."),
+            ):
+                watch.checks(Check(True, RuntimeError, text, users_line()), good)
+            return tensor.new_zeros((*tensor.shape, num_classes)).scatter_(-1, tensor.unsqueeze(-1), 1)
 
-    functional.one_hot = one_hot
-    try:
+        return one_hot
+
+    with exchanged([(functional, "one_hot")], checked):
         yield
-    finally:
-        functional.one_hot = own

@@ -24,7 +24,7 @@ from ..capture.dispatch import OperatorWatch
 from ..errors import Refusal
 from ..guards.followed_numbers import reader
 from ..python.origin import is_ours
-from ..python.standing import standing
+from ..python.standing import exchanged
 from ..values.host_scalars import Site, readable, site_of
 from ..values.wording import source_of
 
@@ -145,16 +145,5 @@ def host_reads_refused(watch: OperatorWatch, names: Sequence[str], judge: Judge)
 
     places: list[tuple[object, str]] = [(torch.Tensor, name) for name in names]
     places += [(torch, name) for name in names if name == "tensor_split"]
-    own = [vars(place).get(name) for place, name in places]
-
-    def undo() -> None:
-        for (place, name), before in zip(places, own, strict=True):
-            if before is not None:
-                setattr(place, name, before)
-            elif name in vars(place):
-                delattr(place, name)  # it was inherited
-
-    with standing(undo):
-        for place, name in places:
-            setattr(place, name, asking(name, getattr(place, name)))
+    with exchanged(places, asking):
         yield

@@ -21,7 +21,7 @@ from .._torch.dynamic import Args, Kwargs
 from .._torch.operators import FUNCTIONS
 from ..capture.dispatch import OperatorWatch
 from ..guards.followed_numbers import reader
-from ..python.standing import standing
+from ..python.standing import exchanged
 
 __all__ = ["sizes_relied_on"]
 
@@ -47,18 +47,7 @@ def sizes_relied_on(watch: OperatorWatch) -> Iterator[None]:
         return rely
 
     places = [(module, name) for module in FUNCTIONS for name in (*_LAYERS, _PADS) if hasattr(module, name)]
-    own = [vars(module).get(name) for module, name in places]
-
-    def undo() -> None:
-        for (module, name), before in zip(places, own, strict=True):
-            if before is not None:
-                setattr(module, name, before)
-            elif name in vars(module):
-                delattr(module, name)  # one that it finds elsewhere
-
-    with standing(undo):
-        for module, name in places:
-            setattr(module, name, relying(name, getattr(module, name)))
+    with exchanged(places, relying):
         yield
 
 

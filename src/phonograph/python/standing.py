@@ -14,15 +14,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from .putting_back import put_back
 
-__all__ = ["Standing", "ended", "fresh_in_children", "standing", "stands", "unwind", "unwound"]
+__all__ = ["Standing", "ended", "exchanged", "fresh_in_children", "standing", "stands", "unwind", "unwound"]
 
 T = TypeVar("T")
+
+_INHERITED = object()
+
+
+def _never(put_back: Callable[[], None], exchange: Callable[[], None]) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 _all: list[Standing] = []
 """Those of all threads, the latest last."""
@@ -53,6 +60,32 @@ def standing(undo: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         one.end()
+
+
+@contextmanager
+def exchanged(
+    places: Sequence[tuple[Any, str]], by: Callable[[str, Any], Any],
+    pauses: Callable[[Callable[[], None], Callable[[], None]], AbstractContextManager[None]] = _never,
+) -> Iterator[None]:  # fmt: skip
+    """In the block these attributes are others: what `by` makes of a name and of what is there. It may be called with what puts
+    them back and what exchanges them again, for a while in which others must find their own (`pauses`)."""
+    own = [vars(holder).get(name, _INHERITED) for holder, name in places]
+    others = [by(name, getattr(holder, name)) for holder, name in places]
+
+    def put_back() -> None:
+        for (holder, name), before in zip(places, own, strict=True):
+            if before is not _INHERITED:
+                setattr(holder, name, before)
+            elif name in vars(holder):
+                delattr(holder, name)
+
+    def exchange() -> None:
+        for (holder, name), other in zip(places, others, strict=True):
+            setattr(holder, name, other)
+
+    with standing(put_back), pauses(put_back, exchange):
+        exchange()
+        yield
 
 
 class ended(AbstractContextManager[T]):  # noqa: N801 - it is used as a function
