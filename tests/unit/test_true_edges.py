@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph.aten.operators import meaning, tensors_in
 from phonograph.devices.cuda import driver, places, rewired
-from phonograph.devices.cuda.laned import LanedProgram, Order
+from phonograph.devices.cuda.laned import LanedProgram, Order, takes_too_much
 from phonograph.devices.cuda.places import LIBRARIES, Blocks, Given, Notebook, Noted, lifetimes, note, placed
 from phonograph.devices.cuda.rewired import Rewired, plain_edges
 from phonograph.devices.order.check import unordered
@@ -460,3 +460,38 @@ def test_a_graph_that_the_checker_does_not_pass_is_not_made(monkeypatch):
     both = [Node(name, writes=Spans([(0, 8)])) for name in "ab"]
     with pytest.raises(driver.DriverError, match="a and b touch the same memory"):
         program._wired(Order([1, 2], both, [1.0, 1.0], []), 2)  # an edge is missing
+
+
+# -- memory that is used once
+
+
+def in_a_row(count, nbytes):
+    """A notebook of operators each of which reads what the last has made; and what they have allocated."""
+    book = object.__new__(Notebook)
+    ranges = [(i * nbytes, nbytes) for i in range(count)]
+    book._noted = [
+        Noted(
+            "aten::mul",
+            i,
+            i + 1,
+            reads=(*ranges[max(0, i - 1) : i],),
+            writes=(ranges[i],),
+            allocated=(i, i + 1),
+            made=(ranges[i][0],),
+        )
+        for i in range(count)
+    ]
+    book._ended = count
+    return book, ranges
+
+
+@pytest.mark.parametrize(("count", "mib", "much"), [(2, 512, False), (3, 512, True), (30, 2, False), (40, 2, True)])
+def test_much_more_memory_than_a_chain_takes_is_too_much(count, mib, much):
+    """A chain takes two results at a time. 64 MiB more are no matter."""
+    assert takes_too_much(*in_a_row(count, mib << 20)) == much
+
+
+def test_memory_of_an_operators_own_that_is_used_again_counts_once():
+    book = object.__new__(Notebook)
+    book._noted, book._ended = [Noted("aten::mm", i, i + 1, allocated=(i, i + 1)) for i in range(50)], 50
+    assert not takes_too_much(book, [(0, 32 << 20)] * 50)

@@ -78,9 +78,14 @@ class Order(NamedTuple):
 
 def takes_too_much(notebook: Notebook, allocated: Sequence[Range]) -> bool:
     """Whether memory that is used once is much more than memory that is used again."""
-    noted = notebook.noted(allocated)
-    blocks = lifetimes(noted, allocated) if noted is not None else []
-    return sum(block.taken for block in blocks) > max(_MORE * (most := peak(blocks)), most + _LITTLE)
+    noted = notebook.noted(allocated) or []
+    most = peak(lifetimes(noted, allocated))
+    return _made(noted, allocated).nbytes > max(_MORE * most, most + _LITTLE)
+
+
+def _made(noted: Sequence[Noted], allocated: Sequence[Range]) -> Spans:
+    """The memory that operators have allocated."""
+    return Spans(one for operator in noted for one in allocated[slice(*operator.allocated)])
 
 
 def order_of(segment: Segment, noted: Sequence[Noted], allocated: Sequence[Range], others: Iterable[Range]) -> Order | None:
@@ -97,8 +102,7 @@ def order_of(segment: Segment, noted: Sequence[Noted], allocated: Sequence[Range
     blocks = Blocks([*allocated, *others], driver.range_of)
     nodes = placed([_given(node, segment.edges.nodes) for node in handles], noted, allocated, blocks)
     times = [_NODE + (node.reads.nbytes + node.writes.nbytes) / _BYTES for node in nodes]
-    scratch = Spans(one for operator in noted for one in allocated[slice(*operator.allocated)])
-    return Order(handles, nodes, times, dependencies(nodes), scratch)
+    return Order(handles, nodes, times, dependencies(nodes), _made(noted, allocated))
 
 
 def _given(node: int, ends: Set[int]) -> Given:
