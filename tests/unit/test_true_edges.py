@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph.aten.operators import meaning, tensors_in
 from phonograph.devices.cuda import driver, places, rewired
-from phonograph.devices.cuda.laned import LanedProgram, Order, takes_too_much
+from phonograph.devices.cuda.laned import LanedProgram, Order, Trial, takes_too_much
 from phonograph.devices.cuda.places import LIBRARIES, Blocks, Given, Notebook, Noted, lifetimes, note, placed
 from phonograph.devices.cuda.rewired import Rewired, plain_edges
 from phonograph.devices.order.check import unordered
@@ -460,6 +460,89 @@ def test_a_graph_that_the_checker_does_not_pass_is_not_made(monkeypatch):
     both = [Node(name, writes=Spans([(0, 8)])) for name in "ab"]
     with pytest.raises(driver.DriverError, match="a and b touch the same memory"):
         program._wired(Order([1, 2], both, [1.0, 1.0], []), 2)  # an edge is missing
+
+
+@pytest.fixture
+def no_events(monkeypatch):
+    """Each run takes as many microseconds as events were recorded before it."""
+    count = iter(range(1000))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(count)
+
+        def synchronize(self):
+            """It is there."""
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e-3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+def bytes_of(t):
+    return t.view(-1).view(torch.uint8)
+
+
+def trial_of(step, state, scratch):
+    """A trial of a step that changes the state, makes its results in that memory, and gives a copy of them."""
+
+    def run():
+        step()
+        return [scratch.clone()]
+
+    return Trial(run, [bytes_of(state)], [bytes_of(scratch)], [bytes_of(scratch)])
+
+
+def test_each_run_of_a_trial_begins_where_the_program_stands(no_events):
+    state, scratch, seen = torch.tensor([3.0]), torch.zeros(2), []
+
+    def step():
+        seen.append(state.item())
+        scratch[0] = state[0] * 2
+        scratch[1] = scratch[0] + 1
+        state.add_(1)
+
+    trial = trial_of(step, state, scratch)
+    assert trial.time() == pytest.approx(1.0)
+    assert trial.time() == pytest.approx(1.0)
+    trial.put_back()
+    assert (state.item(), {*seen}, len(seen)) == (3.0, {3.0}, 14)
+
+
+def test_what_the_run_before_has_left_is_no_help(no_events):
+    """Two nodes in the wrong order: the first finds what the second has made in the run before."""
+    state, scratch, wrong = torch.tensor([3.0]), torch.zeros(2), []
+
+    def first():
+        scratch[0] = state[0] * 2
+
+    def then():
+        scratch[1] = scratch[0] + 1
+
+    def step():
+        for node in (then, first) if wrong else (first, then):
+            node()
+
+    trial = trial_of(step, state, scratch)
+    assert trial.time() is not None
+    wrong.append(True)
+    assert trial.time() is None
+
+
+def test_a_bit_that_changes_what_lies_outside_is_another_result(no_events):
+    state, scratch, more = torch.tensor([0.5]), torch.zeros(2), [0.0]
+    trial = trial_of(lambda: state.add_(more[0]), state, scratch)
+    assert trial.time() is not None
+    more[0] = 2**-25
+    assert trial.time() is not None  # which a float32 does not hold
+    more[0] = 2**-24
+    assert trial.time() is None
+    more[0] = float("nan")
+    assert trial.time() is None
 
 
 # -- memory that is used once

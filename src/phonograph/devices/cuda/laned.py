@@ -21,6 +21,7 @@ So far this is for whole steps on one GPU alone: one graph on one stream, that d
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import pairwise
 from statistics import median
@@ -132,7 +133,7 @@ class LanedProgram(GraphProgram):
 
     def tries(self, order: Order, changed: Sequence[torch.UntypedStorage], results: Sequence[Range]) -> None:
         """Try this order. The call has `changed` that memory outside, and leaves these results in its own."""
-        self.order, self._changed, self._results = order, [*changed], [*results]
+        self.order, self._changed, self._results = order, [*map(weakref.ref, changed)], [*results]
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         if current_device() != self._device or not has_context():
@@ -145,11 +146,15 @@ class LanedProgram(GraphProgram):
         return super().run(sources)
 
     def _try(self, order: Order, sources: Tensors) -> None:
+        changed = [storage for ref in self._changed if (storage := ref()) is not None]
+        if len(changed) < len(self._changed):
+            self.found = "as captured: memory that it changes is gone"
+            return
         others = order.scratch - self.footprint  # what other threads have allocated meanwhile
         results, scratch = self._rows(self._results), self._rows(order.scratch - others)
         trial = None
         try:
-            trial = Trial(lambda: GraphProgram.run(self, sources), [*map(_row, self._changed)], results, scratch)
+            trial = Trial(lambda: GraphProgram.run(self, sources), [*map(_row, changed)], results, scratch)
             self.found = self._best(order, trial)
         except (driver.DriverError, torch.OutOfMemoryError) as e:
             self.found = f"as captured: {e}"
