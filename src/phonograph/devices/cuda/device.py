@@ -58,6 +58,10 @@ _FAILURES = (
 _FIRST_USES = ("cublasCreate(", "cusolverDnCreate(", "cusparseCreate(")  # of a library by a thread, which takes memory for it
 
 
+def _uses_once() -> Again:
+    return Again("would take too much memory if none of it was used again", "nothing", final=False)
+
+
 class _Ghost:
     """A gradient in the pool from before the call, not kept alive: brought back from its address if it has to be."""
 
@@ -152,13 +156,18 @@ class CudaDevice:
                 except Again:
                     self._room = room.wanted
                     raise
+                except torch.OutOfMemoryError:
+                    if capture.watch.notebook is None:
+                        raise
+                    self._in_a_row = True
+                    raise _uses_once() from None
                 memory.end_workspace()
                 room.fill()
             if (notebook := capture.watch.notebook) is not None:
                 notebook.close()
                 if takes_too_much(notebook, allocated):
                     self._in_a_row = True
-                    raise Again("would take too much memory if none of it was used again", "nothing", final=False)
+                    raise _uses_once()
             if capture.watch.refusal is not None:
                 raise capture.watch.refusal
             footprint = memory.footprint(allocated, before) | capture.in_common
