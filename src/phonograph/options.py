@@ -43,6 +43,9 @@ class Options:
     """After the check: names of parameters."""
     results: Any = field(default="stack", metadata=_OF_RECORD)
     """After the check: "stack" or "last", or a tuple of these, nested as the result is."""
+    edges: Literal["captured", "true"] = field(default="captured", metadata=_OURS)
+    """Which nodes of a graph wait for each other: all, as they were captured, or those that share memory. It is tried out by us
+    alone so far."""
     takes_turns: bool = field(default=False, metadata=_OURS)
     """Set by a schedule: several forwards will wait for their backwards at the same time."""
     is_part: bool = field(default=False, metadata=_OURS)

@@ -34,12 +34,15 @@ from ..host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, host_reads_refused, o
 from ..segments import Segments
 from ..slots import place_for
 from . import allocator as cuda_memory
+from . import driver
 from .capture_status import told_as_live
 from .capture_stream import CaptureStream
 from .dispatch import CudaWatch
 from .generators import GraphGenerators
 from .graphs import Graphs
 from .host_constants import Room, seen_from_the_host
+from .laned import LanedProgram, in_use, order_of
+from .places import Notebook
 from .private_pool import PrivatePool
 from .program import CheckedProgram, CommunicatingProgram, GraphProgram
 from .rnn_dropout import BUFFER, forgotten
@@ -85,6 +88,8 @@ class Capture:
         self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies
         self.watch.launches, self.watch.words = partial(_launches, self._graphs, memory), self._graphs.words
         self.watch.known_states, self.watch.room = states, room
+        if plan.true_edges:
+            self.watch.notebook = Notebook(stream.index, self._graphs.nodes, stream.apart)
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
         self._surplus = 0
@@ -116,8 +121,8 @@ class Capture:
         """Where slots lie that are another recording's as well."""
         return Spans(memory_of(s) for s, c in zip(self._slots, self._common, strict=True) if c)
 
-    def captured(self, footprint: Spans) -> Captured:
-        """What it has come to, when it is over."""
+    def captured(self, footprint: Spans, allocated: Sequence[tuple[int, int]] = ()) -> Captured:
+        """What it has come to, when it is over. It has `allocated` this, in turn."""
         plan, watch = self._plan, self.watch
         _no_untraced(watch, footprint)
         made = {}
@@ -130,6 +135,10 @@ class Capture:
         self._graphs.segments[0].edges.slots = plan.fed(final)
         others = watch.others({storage_id(t) for t in leaving})
         program = self._program(footprint, others)
+        if isinstance(program, LanedProgram):
+            there = [(s.data_ptr(), s.nbytes()) for ref in others if (s := ref()) is not None and s.device.type == "cuda"]
+            theirs = [(m.address, m.nbytes) for m in made.values()]
+            self._order(program, allocated, [*there, *theirs, *map(memory_of, plan.fed(self._slots))])
         return Captured(self._result, program, made, watch, self._slots, final, tuple(self._copied), others=others)
 
     def _program(self, footprint: Spans, others: Sequence[weakref.ref[torch.UntypedStorage]]) -> Program:
@@ -142,7 +151,7 @@ class Capture:
         if (watch.has_backward or self._plan.rewind is not None) and any(s.bodies.offset for s in graphs.segments):
             raise Refusal("draws random numbers in a branch or loop by what a tensor holds, and has a backward outside",
                           "record the whole step")  # fmt: skip
-        kind = CheckedProgram if awaits else CommunicatingProgram if watch.communicated else GraphProgram
+        kind = CheckedProgram if awaits else CommunicatingProgram if watch.communicated else self._plain
         kept = (self._memory.anchor, self._room if self._room else None, watch.workplaces)
         programs = [
             kind(segment, footprint, watch, kept, self._stream.index, self._plan.rewind,
@@ -162,6 +171,28 @@ class Capture:
         generators = [states.generators[0], *named_here]
         undone, checked = (watch.changed(), watch.device) if awaits else (watch.undone, None)
         return Segments(programs, parts, undone, generators, watch.operators, range(len(programs) + 1), len(parts), checked)
+
+    @property
+    def _plain(self) -> type[GraphProgram]:
+        """What a program is that does not wait: one in lanes, where that is wanted and all is known that this takes."""
+        watch, plan, (first, *more) = self.watch, self._plan, self._graphs.segments
+        draws = first.drawn or first.lent or watch.sets_states or watch.own or watch.dropout is not None
+        outside = watch.has_backward or plan.rewind is not None or (watch.answers is not None and watch.answers.kept)
+        known = not (more or first.bodies.graphs or self._graphs.others or draws or outside)
+        return LanedProgram if watch.notebook is not None and known else GraphProgram
+
+    def _order(self, program: LanedProgram, allocated: Sequence[tuple[int, int]], left: list[tuple[int, int]]) -> None:
+        """Let a program try the order that its graph may have, should that be worth it. What it leaves has to be the same."""
+        assert self.watch.notebook is not None
+        workspace = self._memory.anchor.workspace
+        others = [*map(memory_of, self._slots), *([workspace] if workspace is not None else []), *in_use(self._stream.index)]
+        noted = self.watch.notebook.noted(allocated)
+        try:
+            order = order_of(self._graphs.segments[0], noted, allocated, others) if noted is not None else None
+        except driver.DriverError:
+            return
+        if order is not None and order.pays:
+            program.tries(order, self.watch.changed(), left)
 
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .capture_stream import CaptureStream
 from .generators import GraphGenerators
 from .graphs import Graph
 from .host_constants import Room
+from .laned import takes_too_much
 from .private_pool import PrivatePool
 from .value_checks import CudaChecks
 from .warm_up import WarmUps
@@ -54,6 +56,10 @@ _FAILURES = (
 )  # fmt: skip
 
 _FIRST_USES = ("cublasCreate(", "cusolverDnCreate(", "cusparseCreate(")  # of a library by a thread, which takes memory for it
+
+
+def _uses_once() -> Again:
+    return Again("would take too much memory if none of it was used again", "nothing", final=False)
 
 
 class _Ghost:
@@ -109,6 +115,7 @@ class CudaDevice:
         self._warm_ups = WarmUps(self._stream, self._memory, self.pool)
         self._held_up = False  # recordings have gone, and somebody holds an output of theirs
         self._checks = CudaChecks(torch_device)
+        self._in_a_row = False  # the next capture is to be a chain
         self._room = 0  # bytes that the constants of the next recording may need
         # Bound here, so that a replay goes through no more calls than it has to.
         self.is_current, self.enter, self.joining = self._stream.is_current, self._stream.enter, self._stream.joining
@@ -125,6 +132,8 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def capture(self, plan: CapturePlan) -> Captured:
+        if self._in_a_row:
+            self._in_a_row, plan = False, replace(plan, true_edges=False)
         states = self._generators.told(plan.reach)
         self._warm_ups.leave_backwards()
         self._warm_ups.release_cached()
@@ -147,12 +156,22 @@ class CudaDevice:
                 except Again:
                     self._room = room.wanted
                     raise
+                except torch.OutOfMemoryError:
+                    if capture.watch.notebook is None:
+                        raise
+                    self._in_a_row = True
+                    raise _uses_once() from None
                 memory.end_workspace()
                 room.fill()
+            if (notebook := capture.watch.notebook) is not None:
+                notebook.close()
+                if takes_too_much(notebook, allocated):
+                    self._in_a_row = True
+                    raise _uses_once()
             if capture.watch.refusal is not None:
                 raise capture.watch.refusal
             footprint = memory.footprint(allocated, before) | capture.in_common
-        return capture.captured(footprint)
+        return capture.captured(footprint, allocated)
 
     def _room_for_constants(self) -> Room:
         """Memory for the constants of the next recording. It is no part of the pool, and is given back where there are none."""

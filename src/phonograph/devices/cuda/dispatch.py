@@ -68,6 +68,7 @@ from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
 from .fixed_values import Versions, Watched
 from .host_constants import Room, given, moves
+from .places import Notebook
 from .random_states import DrawsWatch
 from .statuses import CONSISTING, LOOKS, TOLD, check_of, indices_of, looks, stops_by_values
 from .value_checks import Answers
@@ -118,6 +119,7 @@ class CudaWatch(DrawsWatch):
     ) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed, generators, lent, rewind)
         self._performing = 0  # operators that run within each other
+        self.notebook: Notebook | None = None  # of what each operator touches, if somebody wants to know
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
         self._stream = stream
         self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
@@ -441,10 +443,13 @@ class CudaWatch(DrawsWatch):
         if hosts and self.room is not None:
             func, args, kwargs = given(self.room, func, m, args, kwargs)
         self._performing += 1
+        begun = self.notebook.begin() if self.notebook is not None else (0, 0)
         try:
             out = super().perform(func, m, args, kwargs)
         finally:
             self._performing -= 1
+        if self.notebook is not None:
+            self.notebook.end(func, args, kwargs, out, begun)
         if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:
             super().refuse_untraced(m, args[0])
         if self._status is not None and m.converts and made_integers(args, out):

@@ -1,0 +1,252 @@
+"""Which memory the nodes of a captured graph read and write.
+
+Nobody tells. But two know a part of it each, and what neither knows counts as read and written:
+
+* The operator that has launched a node. Its schema says which arguments it writes; where these lie, its tensors say. All that
+  is allocated while it runs may be written, whatever it is for.
+* The driver, which has what the node is given. A kernel gets at memory by addresses, and those are among its parameters: each
+  word that lies in a block which the operator does not account for stands for the whole block.
+
+So a node may touch anything of which the driver does not tell what it is given, or that no operator has launched (compiled
+code does that). The same goes for operators that are not torch's own, whose schema nobody has looked at, and for those that
+keep something elsewhere: a table of addresses, a state in a library's handle.
+
+Kernels of libraries (cuBLAS, cuDNN) may share more than their words tell: a workspace, counters by which blocks wait for each
+other. They stay in the order in which they were captured, all of them (`LIBRARIES`).
+
+The copies at the two ends are given other addresses before each launch, of which nothing can be known here. They come before
+and after everything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..._torch import cuda as torch_cuda
+from ..._torch.dynamic import Args, Kwargs
+from ..._torch.modes import without_modes
+from ..._torch.operators import OpOverload
+from ..._torch.tensors import has_memory
+from ...aten.operators import Meaning, meaning, operands, tensors_in, written_by
+from ...memory.pool import extent, memory_of
+from ...memory.spans import Spans
+from ..order.layout import Block
+from ..order.nodes import Node, hidden
+
+__all__ = ["EVERY_ALLOCATION", "LIBRARIES", "Blocks", "Given", "Notebook", "Noted", "lifetimes", "note", "placed"]
+
+Range = tuple[int, int]
+"""An address, and how many bytes."""
+
+LIBRARIES = hidden(1)
+"""What stands for all that kernels of libraries may share."""
+EVERY_ALLOCATION = True
+"""Whether an operator's nodes may touch what it has allocated for itself, though they are not given the address."""
+_TORCHS_OWN = (b"2at6native", b"2at4cuda", b"3cub", b"6thrust", b"13pytorch_flash")  # in kernels' names
+# They have tables of addresses in memory, or state in a handle: those of linear algebra, and recurrent networks.
+_ELSEWHERE = ("linalg", "::lu_", "_lu_", "cholesky", "triangular", "ormqr", "orgqr", "geqrf", "svd", "lstsq", "rnn", "lstm",
+              "gru", "miopen", "sparse", "grouped_mm", "fft", "ctc_loss")  # fmt: skip
+
+
+class Noted(NamedTuple):
+    """An operator of the call."""
+
+    name: str
+    begins: int
+    ends: int
+    """Which nodes it has launched: those of these numbers, without the last."""
+    reads: tuple[Range, ...] = ()
+    writes: tuple[Range, ...] = ()
+    allocated: tuple[int, int] = (0, 0)
+    """Likewise, of the allocations of the process."""
+    made: tuple[int, ...] = ()
+    """The addresses of results that have memory of their own."""
+    known: bool = True
+    """Whether all that it touches is told by what it is given and allocates."""
+
+
+class Given(NamedTuple):
+    """A node of a graph, as the driver tells of it."""
+
+    words: Sequence[int] | None
+    """All that may be an address; None if that is not known."""
+    kernel: bytes = b""
+    end: bool = False
+    """Whether it is a copy at one of the two ends."""
+
+
+def note(m: Meaning, args: Args, kwargs: Kwargs, out: object, begins: int, ends: int, allocated: tuple[int, int]) -> Noted:
+    """What an operator has touched, which has just been called so."""
+    made = [t for t in tensors_in((out,), []) if has_memory(t)]
+    given = [t for t in operands(args, kwargs) if has_memory(t)]
+    writes = [_lies(t) for t in written_by(m, args, kwargs) if has_memory(t)]
+    old = {memory_of(t)[0] for t in given}
+    # A result of its own may be a part of what it has written, and one on an argument's memory is a view.
+    writes += [memory_of(t) if memory_of(t)[0] not in old else _lies(t) for t in made]
+    new = tuple(memory_of(t)[0] for t in made if memory_of(t)[0] not in old)
+    known = m.compiled and not _keeps(m.name)
+    return Noted(m.name, begins, ends, tuple(map(_lies, given)), tuple(writes), allocated, new, known)
+
+
+def _lies(t: torch.Tensor) -> Range:
+    """From the first to the last byte of a tensor."""
+    return t.data_ptr(), extent(t) * t.element_size()
+
+
+def _keeps(name: str) -> bool:
+    """Whether an operator of this name may keep something elsewhere."""
+    return any(part in name for part in _ELSEWHERE)
+
+
+class Notebook:
+    """The operators of one capture, and memory that is used once.
+
+    If memory was given to another as soon as it is free, as allocators do, one would have to wait for the other for this alone.
+    So each result is said to be used by another stream as well: the allocator gives nothing away that is, until the capture is
+    over."""
+
+    def __init__(self, device: int, captured: Callable[[], int], beside: torch.cuda.Stream) -> None:
+        """`captured` are the nodes so far, `beside` is another stream than that of the capture."""
+        self._noted: list[Noted] = []
+        self._device, self._captured, self._beside = device, captured, beside
+        self._ended = 0
+
+    @property
+    def allocations(self) -> int:
+        """How many there were in the process."""
+        count: int = torch.cuda.memory_stats_as_nested_dict(self._device)["allocation"]["all"]["allocated"]
+        return count
+
+    def begin(self) -> tuple[int, int]:
+        """An operator is going to be called."""
+        return self._captured(), self.allocations
+
+    def end(self, func: object, args: Args, kwargs: Kwargs, out: object, begun: tuple[int, int]) -> None:
+        """It has been called."""
+        nodes, allocated = (begun[0], self._captured()), (begun[1], self.allocations)
+        if not isinstance(func, OpOverload):
+            self._noted.append(Noted(str(func), *nodes, allocated=allocated, known=False))
+            return
+        self._noted.append(noted := note(meaning(func), args, kwargs, out, *nodes, allocated))
+        with without_modes():
+            for t in tensors_in((out,), []) if noted.made else ():
+                if t.is_cuda and has_memory(t) and memory_of(t)[0] in noted.made:
+                    t.record_stream(self._beside)
+
+    def noted(self, allocated: Sequence[Range]) -> list[Noted] | None:
+        """The operators, with allocations by their numbers among these, which were the last when it was closed; None where what
+        they have made does not lie there."""
+        first = self._ended - len(allocated)
+        numbered = [one._replace(allocated=(one.allocated[0] - first, one.allocated[1] - first)) for one in self._noted]
+        for one in numbered:
+            begin, end = one.allocated
+            if begin < 0 or not {*one.made} <= {at for at, _ in allocated[begin:end]}:
+                return None
+        return numbered
+
+    def close(self) -> None:
+        """Nothing more is allocated by the capture. What it has let go of is free for others."""
+        self._ended = self.allocations
+        torch_cuda.raw_free(torch_cuda.raw_alloc(1, 0))  # the allocator looks whenever somebody asks for memory
+
+
+class Blocks:
+    """Blocks of memory, each of which is taken as a whole. Where several have had the same bytes, one after the other, they
+    count as one."""
+
+    def __init__(self, known: Iterable[Range], ask: Callable[[int], Range | None]) -> None:
+        """`ask` tells of an address elsewhere."""
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, nbytes in sorted({block for block in known if block[1] > 0}):
+            if self._ends and start < self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], start + nbytes)
+            else:
+                self._starts.append(start)
+                self._ends.append(start + nbytes)
+        self._ask, self._asked = ask, dict[int, Range | None]()
+
+    def at(self, word: int) -> Range | None:
+        """The block in which an address lies; None if it is none."""
+        i = bisect_right(self._starts, word) - 1
+        if i >= 0 and word < self._ends[i]:
+            return self._starts[i], self._ends[i] - self._starts[i]
+        if word not in self._asked:
+            self._asked[word] = self._ask(word) if word >= _LEAST else None
+        return self._asked[word]
+
+
+_LEAST = 1 << 20  # an address is not less
+
+
+def placed(nodes: Sequence[Given], noted: Sequence[Noted], allocated: Sequence[Range], blocks: Blocks) -> list[Node]:
+    """Nodes of a graph, by the memory that they touch."""
+    operators = _operator_of(len(nodes), noted)
+    return [_node(i, *one, allocated, blocks) for i, one in enumerate(zip(nodes, operators, strict=True))]
+
+
+def _operator_of(count: int, noted: Sequence[Noted]) -> list[Noted | None]:
+    """The operator that has launched each node: of those that consist of others, the innermost."""
+    owner: list[Noted | None] = [None] * count
+    for operator in sorted(noted, key=lambda one: one.begins - one.ends):  # the largest first
+        for number in range(operator.begins, operator.ends):
+            owner[number] = operator
+    return owner
+
+
+def _node(number: int, given: Given, operator: Noted | None, allocated: Sequence[Range], blocks: Blocks) -> Node:
+    name = f"node {number} ({operator.name if operator is not None else 'no operator'})"
+    if given.words == []:
+        return Node(name)  # it does nothing
+    if given.end or given.words is None or operator is None or not operator.known:
+        return Node(name, everything=True)
+    reads, writes = [*operator.reads], [*operator.writes]
+    if EVERY_ALLOCATION:
+        writes += allocated[slice(*operator.allocated)]
+    accounted = Spans([*reads, *writes])
+    others = {block for word in given.words if not accounted.meets(word, 1) and (block := blocks.at(word)) is not None}
+    shared = LIBRARIES if given.kernel and not any(part in given.kernel for part in _TORCHS_OWN) else Spans()
+    return Node(name, Spans([*reads, *others]), Spans([*writes, *others]) | shared)
+
+
+def lifetimes(noted: Sequence[Noted], allocated: Sequence[Range]) -> list[Block]:
+    """Allocations as blocks, which are used by operators: by their numbers, in turn."""
+    users: list[list[int]] = [[] for _ in allocated]
+    now = _Now(allocated)
+    for number, operator in enumerate(noted):
+        for i in range(*operator.allocated):
+            now.begin(i)
+            users[i].append(number)
+        for start, _ in (*operator.reads, *operator.writes):
+            if (lies_in := now.at(start)) is not None:
+                users[lies_in].append(number)
+    return [Block(nbytes, tuple(them)) for them, (_, nbytes) in zip(users, allocated, strict=True) if them]
+
+
+class _Now:
+    """Which allocation lies where, after some of them."""
+
+    def __init__(self, allocated: Sequence[Range]) -> None:
+        self._allocated = allocated
+        self._there: list[tuple[int, int]] = []  # addresses, with the allocation's number
+
+    def begin(self, number: int) -> None:
+        """It takes the place of those that lay there."""
+        start, nbytes = self._allocated[number]
+        first = bisect_left(self._there, (start,))
+        last = bisect_left(self._there, (start + nbytes,))
+        if first and self._end(first - 1) > start:
+            first -= 1
+        self._there[first:last] = [(start, number)]
+
+    def at(self, address: int) -> int | None:
+        i = bisect_right(self._there, (address, len(self._allocated))) - 1
+        return self._there[i][1] if i >= 0 and address < self._end(i) else None
+
+    def _end(self, i: int) -> int:
+        start, number = self._there[i]
+        return start + self._allocated[number][1]
