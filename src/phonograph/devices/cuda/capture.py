@@ -7,6 +7,7 @@ in the middle. The allocator's history is how a recording learns its footprint.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,9 +67,10 @@ class Capture:
 
     def __init__(
         self, plan: CapturePlan, stream: CaptureStream, memory: PrivatePool, generators: GraphGenerators, states: Known,
-        room: Room, before: list[cuda_memory.Block],
+        room: Room, before: list[cuda_memory.Block], once: float = math.inf,
     ) -> None:  # fmt: skip
-        """`room` is for constants. The pool was like this `before`."""
+        """`room` is for constants. The pool was like this `before`. Where edges are to be true, memory of results of up to so
+        many bytes is used `once`."""
         self._plan, self._stream, self._memory = plan, stream, memory
         self._states, self._room = states, room
         owned = Spans((b.address, b.nbytes) for b in before if not b.free)
@@ -88,8 +90,8 @@ class Capture:
         self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies
         self.watch.launches, self.watch.words = partial(_launches, self._graphs, memory), self._graphs.words
         self.watch.known_states, self.watch.room = states, room
-        if plan.true_edges:
-            self.watch.notebook = Notebook(stream.index, self._graphs.nodes, stream.apart)
+        if plan.true_edges and once:
+            self.watch.notebook = Notebook(stream.index, self._graphs.nodes, stream.apart, once)
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
         self._surplus = 0
@@ -135,6 +137,8 @@ class Capture:
         self._graphs.segments[0].edges.slots = plan.fed(final)
         others = watch.others({storage_id(t) for t in leaving})
         program = self._program(footprint, others)
+        if plan.true_edges:
+            program.edges = f"as captured: {self._chain}"
         if isinstance(program, LanedProgram):
             there = [(s.data_ptr(), s.nbytes()) for ref in others if (s := ref()) is not None and s.device.type == "cuda"]
             theirs = [(m.address, m.nbytes) for m in made.values()]
@@ -175,24 +179,38 @@ class Capture:
     @property
     def _plain(self) -> type[GraphProgram]:
         """What a program is that does not wait: one in lanes, where that is wanted and all is known that this takes."""
-        watch, plan, (first, *more) = self.watch, self._plan, self._graphs.segments
-        draws = first.drawn or first.lent or watch.sets_states or watch.own or watch.dropout is not None
-        outside = watch.has_backward or plan.rewind is not None or (watch.answers is not None and watch.answers.kept)
-        known = not (more or first.bodies.graphs or self._graphs.others or draws or outside)
-        return LanedProgram if watch.notebook is not None and known else GraphProgram
+        return LanedProgram if self._plan.true_edges and not self._chain else GraphProgram
+
+    @property
+    def _chain(self) -> str:
+        """Why its graph cannot have other edges than it was captured with; empty if it can."""
+        watch, (first, *more) = self.watch, self._graphs.segments
+        reasons = {
+            "memory that is used once would be too much": watch.notebook is None,
+            "it waits for other ranks": watch.communicated,
+            "it runs in several graphs": more,
+            "it has branches or loops by what tensors hold": first.bodies.graphs,
+            "it was captured on several streams": self._graphs.others,
+            "it draws random numbers": first.drawn or first.lent or watch.sets_states or watch.own or watch.dropout is not None,
+            "its backward runs by itself": watch.has_backward or self._plan.rewind is not None,
+            "it checks values": watch.answers is not None and (watch.answers.kept or watch.answers.awaited is not None),
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def _order(self, program: LanedProgram, allocated: Sequence[tuple[int, int]], left: list[tuple[int, int]]) -> None:
         """Let a program try the order that its graph may have, should that be worth it. What it leaves has to be the same."""
         assert self.watch.notebook is not None
         workspace = self._memory.anchor.workspace
         others = [*map(memory_of, self._slots), *([workspace] if workspace is not None else []), *in_use(self._stream.index)]
-        noted = self.watch.notebook.noted(allocated)
-        try:
-            order = order_of(self._graphs.segments[0], noted, allocated, others) if noted is not None else None
-        except driver.DriverError:
+        if (noted := self.watch.notebook.noted(allocated)) is None:
+            program.edges = "as captured: another thread has allocated memory meanwhile"
             return
-        if order is not None and order.pays:
-            program.tries(order, self.watch.changed(), left)
+        try:
+            order = order_of(self._graphs.segments[0], noted, allocated, others)
+        except driver.DriverError as e:
+            program.edges = f"as captured: {e}"
+            return
+        program.tries(order, self.watch.changed(), left)
 
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""

@@ -155,6 +155,7 @@ def nodes(graph: int | None) -> list[int]:
 
 
 KERNEL, _MEMCPY, _MEMSET = 0, 1, 2  # CUgraphNodeType
+_EXTRA = (1, 2)  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 _EMPTY = 5
 _BY_ADDRESS = (2, 4)  # CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_UNIFIED
 _RANGE_START, _RANGE_SIZE = 11, 12  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, ..._RANGE_SIZE
@@ -326,7 +327,7 @@ def words_anywhere(node: int) -> list[int] | None:
     what it is given, or that need not be all: of a function of the host's, or of another graph."""
     sort = kind(node)
     if sort == KERNEL:
-        buffers = [b.raw for b in _Kernel(node).buffers]
+        buffers = [b.raw for b in _Kernel(node).buffers] or _in_one_piece(node)
         starts = ((raw, start) for raw in buffers for start in range(0, len(raw) - _WORD + 1, _WORD // 2))
         return [int.from_bytes(raw[i : i + _WORD], sys.byteorder) for raw, i in starts] if buffers else None
     if sort == _MEMCPY:
@@ -337,6 +338,21 @@ def words_anywhere(node: int) -> list[int] | None:
         get = function("cuGraphMemsetNodeGetParams", ctypes.c_void_p, ctypes.c_void_p)
         return [params.dst] if get(node, ctypes.byref(params)) == 0 else None
     return [] if sort == _EMPTY else None
+
+
+def _in_one_piece(node: int) -> list[bytes]:
+    """The parameters of a kernel that was given them so (`extra` of `cuLaunchKernel`): nobody knows the single ones."""
+    params = _KernelParams()
+    get = function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
+    if get(node, ctypes.byref(params)) or params.params or not params.extra:
+        return []
+    row, found = ctypes.cast(params.extra, ctypes.POINTER(ctypes.c_void_p)), dict[int, int]()
+    for at in range(0, 2 * len(_EXTRA), 2):
+        if not row[at] or row[at] not in _EXTRA:
+            break
+        found[row[at]] = row[at + 1] or 0
+    start, size = (found.get(what, 0) for what in _EXTRA)
+    return [ctypes.string_at(start, ctypes.c_size_t.from_address(size).value)] if start and size else []
 
 
 def range_of(address: int) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ So far this is for whole steps on one GPU alone: one graph on one stream, that d
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import pairwise
 from statistics import median
@@ -47,14 +48,15 @@ from .places import Blocks, Given, Notebook, Noted, Range, lifetimes, placed
 from .program import GraphProgram, has_context
 from .rewired import Rewired, plain_edges
 
-__all__ = ["LanedProgram", "Order", "in_use", "order_of", "takes_too_much"]
+__all__ = ["LanedProgram", "Order", "in_use", "largest_once", "order_of", "takes_too_much"]
 
-LANES = (2, 3, 4, 6)
+LANES = (2, 3, 4, 6, 8)
 _RUNS = 7  # of each kind
 _NOISE = 1.03
 _SHORTER = 0.9  # the longest path over the whole: where it is not even that much shorter, there is nothing to gain
 _MORE = 1.15  # times the bytes that the chain takes, at most
-_LITTLE = 64 << 20  # bytes that are no matter
+_LITTLE = 16 << 20  # bytes that are no matter
+_ROOM = 0.75  # the part of what may be taken more for which memory is planned
 _NODE = 1.0  # microseconds that a node takes at least
 _BYTES = 2e6  # that a GPU reads or writes in a microsecond
 
@@ -76,12 +78,36 @@ class Order(NamedTuple):
         """Whether it could be much faster than the chain."""
         return max(longest_path(self.times, self.edges), default=0.0) < _SHORTER * sum(self.times)
 
+    def __str__(self) -> str:
+        """How far its nodes run beside each other."""
+        deep = max(longest_path([1.0] * len(self.nodes), self.edges), default=0.0)
+        blind = sum(node.everything for node in self.nodes)
+        return f"{len(self.nodes)} nodes, {deep:.0f} deep; of {blind} nobody knows what they touch"
+
 
 def takes_too_much(notebook: Notebook, allocated: Sequence[Range]) -> bool:
     """Whether memory that is used once is much more than memory that is used again."""
     noted = notebook.noted(allocated) or []
-    most = peak(lifetimes(noted, allocated))
-    return _made(noted, allocated).nbytes > max(_MORE * most, most + _LITTLE)
+    return _made(noted, allocated).nbytes > _at_most(peak(lifetimes(noted, allocated)))
+
+
+def _at_most(chain: int) -> float:
+    """The bytes that may be taken where a chain takes so many."""
+    return max(_MORE * chain, chain + _LITTLE)
+
+
+def largest_once(notebook: Notebook, allocated: Sequence[Range]) -> int:
+    """Up to how many bytes a result can have memory that is used once, if not all can; 0 if none."""
+    blocks = lifetimes(notebook.noted(allocated) or [], allocated)
+    chain, sizes = peak(blocks), sorted({block.nbytes for block in blocks})
+    end = max((block.users[-1] for block in blocks), default=0)
+    enough = chain + _ROOM * (_at_most(chain) - chain)  # there is some loss at places that nothing fits into
+
+    def taken(largest: int) -> int:
+        return peak([b._replace(users=(*b.users, end)) if b.nbytes <= largest else b for b in blocks])
+
+    few = bisect_right(sizes, enough, key=taken)
+    return sizes[few - 1] if few else 0
 
 
 def _made(noted: Sequence[Noted], allocated: Sequence[Range]) -> Spans:
@@ -89,20 +115,21 @@ def _made(noted: Sequence[Noted], allocated: Sequence[Range]) -> Spans:
     return Spans(one for operator in noted for one in allocated[slice(*operator.allocated)])
 
 
-def order_of(segment: Segment, noted: Sequence[Noted], allocated: Sequence[Range], others: Iterable[Range]) -> Order | None:
-    """The order of a captured graph, whose operators have allocated this, and that may touch other memory too; None if it was
-    no chain.
+def order_of(segment: Segment, noted: Sequence[Noted], allocated: Sequence[Range], others: Iterable[Range]) -> Order:
+    """The order of a captured graph, whose operators have allocated this, and that may touch other memory too.
 
     Raises:
-        DriverError: the driver does not tell what it was asked.
+        DriverError: the driver does not tell what it was asked, or the graph is no chain.
     """
     graph = segment.graph.raw_cuda_graph()
     handles, edges = driver.nodes(graph), plain_edges(graph)
-    if edges is None or sorted(edges) != sorted(pairwise(handles)):
-        return None
-    blocks = Blocks([*allocated, *others], driver.range_of)
+    if edges is None:
+        raise driver.DriverError("kernels begin before others have ended (programmatic launches)")
+    if sorted(edges) != sorted(pairwise(handles)):
+        raise driver.DriverError("it was captured on several streams")
+    blocks = Blocks(others, driver.range_of)
     nodes = placed([_given(node, segment.edges.nodes) for node in handles], noted, allocated, blocks)
-    times = [_NODE + (node.reads.nbytes + node.writes.nbytes) / _BYTES for node in nodes]
+    times = [_NODE + node.nbytes / _BYTES for node in nodes]
     return Order(handles, nodes, times, dependencies(nodes), _made(noted, allocated))
 
 
@@ -127,13 +154,15 @@ class LanedProgram(GraphProgram):
     order: Order | None = None
     """Before that run."""
     _has_run = False
-    found = ""
-    """What it has shown."""
     _rewired: Rewired | None = None
 
     def tries(self, order: Order, changed: Sequence[torch.UntypedStorage], results: Sequence[Range]) -> None:
         """Try this order. The call has `changed` that memory outside, and leaves these results in its own."""
+        if not order.pays:
+            self.edges = f"as captured: its longest path is nearly all of it ({order})"
+            return
         self.order, self._changed, self._results = order, [*map(weakref.ref, changed)], [*results]
+        self.edges = f"as captured: the second run will try ({order})"
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:
         if current_device() != self._device or not has_context():
@@ -148,16 +177,16 @@ class LanedProgram(GraphProgram):
     def _try(self, order: Order, sources: Tensors) -> None:
         changed = [storage for ref in self._changed if (storage := ref()) is not None]
         if len(changed) < len(self._changed):
-            self.found = "as captured: memory that it changes is gone"
+            self.edges = "as captured: memory that it changes is gone"
             return
         others = order.scratch - self.footprint  # what other threads have allocated meanwhile
         results, scratch = self._rows(self._results), self._rows(order.scratch - others)
         trial = None
         try:
             trial = Trial(lambda: GraphProgram.run(self, sources), [*map(_row, changed)], results, scratch)
-            self.found = self._best(order, trial)
+            self.edges = self._best(order, trial)
         except (driver.DriverError, torch.OutOfMemoryError) as e:
-            self.found = f"as captured: {e}"
+            self.edges = f"as captured: {e}"
             self._wire(None)
         except BaseException:
             self._wire(None)
@@ -166,7 +195,7 @@ class LanedProgram(GraphProgram):
             self._changed, self._results = [], []
             if trial is not None:
                 trial.put_back()
-        logger.debug("edges: %s", self.found)
+        logger.debug("edges: %s", self.edges)
 
     def _rows(self, places: Iterable[Range]) -> list[torch.Tensor]:
         return [_row(storage_at(at, nbytes, torch.device("cuda", self._device))) for at, nbytes in places]
@@ -188,7 +217,7 @@ class LanedProgram(GraphProgram):
             if time < fastest:
                 best, fastest = wired, time
         self._wire(best)
-        return f"{'true' if best is not None else 'as captured'}: {chain:.1f} us as captured, {', '.join(times)}"
+        return f"{'true' if best is not None else 'as captured'}: {chain:.1f} us as captured, {', '.join(times)} ({order})"
 
     def _wired(self, order: Order, lanes: int) -> Rewired:
         assert self._graph is not None

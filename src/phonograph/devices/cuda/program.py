@@ -56,6 +56,7 @@ class GraphProgram:
         self._launched = torch.cuda.Event()
         self.footprint = footprint
         self.operators = watch.operators
+        self.edges = ""
         self.ran = self.shows = 0
         self.owned = Spans()
         self._graph: Graph | None = graph

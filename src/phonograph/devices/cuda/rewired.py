@@ -43,7 +43,7 @@ class Rewired:
     """An executable graph, made of a copy of another."""
 
     def __init__(self, graph: int, nodes: Sequence[int], edges: Sequence[Edge]) -> None:
-        """Edges are between the numbers of the nodes in that row, and take the place of all that there are.
+        """Edges are between the numbers of the nodes in that row, each of them once, and take the place of all that there are.
 
         Raises:
             DriverError: there can be no such graph.
