@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+import phonograph as pg
 from phonograph.devices.cuda import laned
 from phonograph.devices.cuda.laned import LanedProgram
-from phonograph.options import Options
-from phonograph.wrappers.wrapping import wrap
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def wired_anew(monkeypatch):
 
 
 def recorded(function, **options):
-    return wrap(function, Options(edges="true", keep="always", **options))
+    return pg.record(function, edges="true", keep="always", **options)
 
 
 def found(function):
@@ -149,9 +148,9 @@ def test_c01_a_graph_that_gives_something_else_is_not_used(cuda, wired_anew, mon
     monkeypatch.setattr(laned, "dependencies", lambda nodes: [])
     monkeypatch.setattr(laned, "unordered", lambda nodes, edges: iter(()))
 
-    def step(x):
-        for _ in range(20):
-            x = (x * 1.01).cumsum(0)
+    def step(x):  # (in another order a cumsum waits for ever)
+        for _ in range(40):
+            x = x * 1.01
         return x
 
     play = recorded(step)
@@ -197,3 +196,24 @@ def test_c01_what_draws_random_numbers_is_a_chain(device, draws, wired_anew):
             torch.manual_seed(seed)
             assert all(map(torch.equal, one, step(x)))
     assert device.type == "cpu" or len(found(play)) == (not draws)
+
+
+@pytest.mark.parametrize("edges", ["true", "captured"])
+def test_c01_explain_says_which_edges_a_graph_has(device, edges, wired_anew):
+    """Where somebody has asked for others. The CPU has no graphs."""
+    play = pg.record(lambda x: ((x * 2).sum(), (x * 3).sum()), edges=edges, keep="always")
+    for _ in range(4):
+        play(torch.ones(3, device=device))
+    assert ("edges of its graph: true: " in pg.explain(play)) == (device.type == "cuda" and edges == "true")
+
+
+def test_c01_a_chain_says_why_it_is_one(cuda, wired_anew):
+    play = recorded(lambda x: (torch.nn.functional.dropout(x), x.sum()))
+    for _ in range(3):
+        play(torch.ones(3, device=cuda))
+    assert "edges of its graph: as captured: it draws random numbers" in pg.explain(play)
+
+
+def test_c01_edges_are_of_one_of_two_kinds():
+    with pytest.raises(ValueError, match="edges must be one of 'captured', 'true', not 'all'"):
+        pg.record(lambda x: x, edges="all")

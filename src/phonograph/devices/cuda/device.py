@@ -160,6 +160,9 @@ class CudaDevice:
                         raise
                     self._once = 0
                     raise _uses_once() from None
+                finally:
+                    if capture.watch.notebook is not None:
+                        capture.watch.notebook.release()
                 memory.end_workspace()
                 room.fill()
             if (notebook := capture.watch.notebook) is not None:

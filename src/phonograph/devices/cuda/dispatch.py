@@ -443,12 +443,12 @@ class CudaWatch(DrawsWatch):
         if hosts and self.room is not None:
             func, args, kwargs = given(self.room, func, m, args, kwargs)
         self._performing += 1
-        begun = self.notebook.begin() if self.notebook is not None else (0, 0)
+        begun = self.notebook.begin() if self.notebook is not None else None
         try:
             out = super().perform(func, m, args, kwargs)
         finally:
             self._performing -= 1
-        if self.notebook is not None:
+        if self.notebook is not None and begun is not None:
             self.notebook.end(func, args, kwargs, out, begun)
         if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:
             super().refuse_untraced(m, args[0])

@@ -55,7 +55,7 @@ _RUNS = 7  # of each kind
 _NOISE = 1.03
 _SHORTER = 0.9  # the longest path over the whole: where it is not even that much shorter, there is nothing to gain
 _MORE = 1.15  # times the bytes that the chain takes, at most
-_LITTLE = 16 << 20  # bytes that are no matter
+_LITTLE = 32 << 20  # bytes that are no matter: as cuBLAS takes for its workspace
 _ROOM = 0.75  # the part of what may be taken more for which memory is planned
 _NODE = 1.0  # microseconds that a node takes at least
 _BYTES = 2e6  # that a GPU reads or writes in a microsecond
@@ -161,7 +161,8 @@ class LanedProgram(GraphProgram):
         if not order.pays:
             self.edges = f"as captured: its longest path is nearly all of it ({order})"
             return
-        self.order, self._changed, self._results = order, [*map(weakref.ref, changed)], [*results]
+        self.order, self._changed = order, [*map(weakref.ref, changed)]
+        self._results = [place for place in results if self.footprint.covers(*place)]  # which stays for as long as this does
         self.edges = f"as captured: the second run will try ({order})"
 
     def run(self, sources: Tensors) -> list[torch.Tensor]:

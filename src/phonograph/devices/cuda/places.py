@@ -37,6 +37,7 @@ from ...memory.pool import extent, memory_of
 from ...memory.spans import Spans
 from ..order.layout import Block
 from ..order.nodes import Node, hidden
+from .allocator import Hold
 
 __all__ = ["LIBRARIES", "Blocks", "Given", "Notebook", "Noted", "lifetimes", "note", "placed"]
 
@@ -45,16 +46,17 @@ Range = tuple[int, int]
 
 LIBRARIES = hidden(1)
 """What stands for all that kernels of libraries may share."""
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::mv"})
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"))
 # Whose kernels touch no more than what the operator is given and gives, and blocks that their words lie in. So it was found on
-# an H200 with torch 2.11 (CUDA 13.0), for 180 products of float32 (TF32 as well), bfloat16 and float64, of shapes that come to
-# 84 different kernels or pairs: all that was allocated was filled with one pattern and then another, and of the 22 that left it
-# changed (split-K in cuBLAS's workspace, or in cuBLASLt's) each had words there. A kernel of which the driver does not tell the
-# words has none to go by, and is not known.
+# an H200 with torch 2.11 (CUDA 13.0), for 231 products of TF32, bfloat16 and float64, of shapes that come to 88 different
+# kernels, or rows of them: all that was allocated was filled with one pattern and then another, and the 23 that left it changed
+# (split-K in cuBLAS's workspace or cuBLASLt's) had words there, each time. A kernel of which the driver does not tell the words
+# is not known.
 _TORCHS_OWN = (b"2at6native", b"2at4cuda", b"3cub", b"6thrust", b"13pytorch_flash")  # in kernels' names
 # They have tables of addresses in memory, or state in a handle: those of linear algebra, and recurrent networks.
 _ELSEWHERE = ("linalg", "::lu_", "_lu_", "cholesky", "triangular", "ormqr", "orgqr", "geqrf", "svd", "lstsq", "rnn", "lstm",
               "gru", "miopen", "sparse", "grouped_mm", "fft", "ctc_loss")  # fmt: skip
+_NOWHERE_ELSE = ("linalg_vector_norm", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell")  # which are kernels of torch's own
 
 
 class Noted(NamedTuple):
@@ -104,7 +106,7 @@ def _lies(t: torch.Tensor) -> Range:
 
 def _keeps(name: str) -> bool:
     """Whether an operator of this name may keep something elsewhere."""
-    return any(part in name for part in _ELSEWHERE)
+    return any(part in name for part in _ELSEWHERE) and not any(part in name for part in _NOWHERE_ELSE)
 
 
 class Notebook:
@@ -121,28 +123,29 @@ class Notebook:
         self._noted: list[Noted] = []
         self._device, self._captured, self._beside, self._largest = device, captured, beside, largest
         self._ended = 0
+        self._taken = Taken(device)
 
-    @property
-    def allocations(self) -> int:
-        """How many there were in the process."""
-        count: int = torch.cuda.memory_stats_as_nested_dict(self._device)["allocation"]["all"]["allocated"]
-        return count
-
-    def begin(self) -> tuple[int, int]:
+    def begin(self) -> Begun:
         """An operator is going to be called."""
-        return self._captured(), self.allocations
+        return Begun(self._captured(), *_allocated(self._device), len(self._noted))
 
-    def end(self, func: object, args: Args, kwargs: Kwargs, out: object, begun: tuple[int, int]) -> None:
+    def end(self, func: object, args: Args, kwargs: Kwargs, out: object, begun: Begun) -> None:
         """It has been called."""
-        nodes, allocated = (begun[0], self._captured()), (begun[1], self.allocations)
+        count, nbytes = _allocated(self._device)
+        nodes, allocated = (begun.nodes, self._captured()), (begun.allocations, count)
         if not isinstance(func, OpOverload):
             self._noted.append(Noted(str(func), *nodes, allocated=allocated, known=False))
             return
+        alone = len(self._noted) == begun.noted  # it does not consist of others
         self._noted.append(noted := note(meaning(func), args, kwargs, out, *nodes, allocated))
+        made = {memory_of(t)[0]: t for t in tensors_in((out,), []) if t.is_cuda and has_memory(t)} if noted.made else {}
+        made = {at: t for at, t in made.items() if at in noted.made}
         with without_modes():
-            for t in tensors_in((out,), []) if noted.made else ():
-                if t.is_cuda and has_memory(t) and memory_of(t)[0] in noted.made and memory_of(t)[1] <= self._largest:
+            for t in made.values():
+                if memory_of(t)[1] <= self._largest:
                     t.record_stream(self._beside)
+        if alone and count - begun.allocations == len(made) + 1:  # there was one more, which is free again
+            self._taken.take(nbytes - begun.nbytes - sum(memory_of(t)[1] for t in made.values()))
 
     def noted(self, allocated: Sequence[Range]) -> list[Noted] | None:
         """The operators, with allocations by their numbers among these, which were the last when it was closed; None where what
@@ -155,10 +158,57 @@ class Notebook:
                 return None
         return numbered
 
+    def release(self) -> None:
+        """The capture is over, or given up."""
+        self._taken.release()
+
     def close(self) -> None:
         """Nothing more is allocated by the capture. What it has let go of is free for others."""
-        self._ended = self.allocations
+        self._ended, _ = _allocated(self._device)
         torch_cuda.raw_free(torch_cuda.raw_alloc(1, 0))  # the allocator looks whenever somebody asks for memory
+
+
+class Begun(NamedTuple):
+    """What there was when an operator began."""
+
+    nodes: int
+    allocations: int
+    """In the process."""
+    nbytes: int
+    """That were asked for in these."""
+    noted: int
+    """How many operators."""
+
+
+def _allocated(device: int) -> tuple[int, int]:
+    """How many allocations there were in the process, and the bytes that were asked for."""
+    found = torch.cuda.memory_stats_as_nested_dict(device)
+    return found["allocation"]["all"]["allocated"], found["requested_bytes"]["all"]["allocated"]
+
+
+class Taken:
+    """Temporary memory of the last operators, which others cannot have in the meantime.
+
+    An operator gives it back before it returns, and the next one would get the same: a matrix product for its workspace, say.
+    They would wait for each other, though each of them is content with any. So what has just become free is taken, and given
+    back when there is more than so much; whoever works at the same time has others."""
+
+    def __init__(self, device: int) -> None:
+        self._device, self._held = device, Hold()
+        self._row: list[Range] = []
+
+    def take(self, nbytes: int) -> None:
+        if 0 < nbytes <= _TAKEN // 2:
+            self._row.append((self._held.take(nbytes, torch_cuda.raw_stream(self._device)), nbytes))
+        while sum(n for _, n in self._row) > _TAKEN:
+            self._held.drop(self._row.pop(0)[0])
+
+    def release(self) -> None:
+        self._row.clear()
+        self._held.release()
+
+
+_TAKEN = 8 << 20  # bytes: eight workspaces of cuBLASLt's
 
 
 class Blocks:
