@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import Parameter
 from types import MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -16,6 +17,7 @@ from ._torch import modules as torch_modules
 from ._torch.dynamo import ended_by
 from .capture.value_checks import look
 from .devices import owned
+from .devices.cuda.captured_order import CapturedOrder, captures_checked
 from .engine.check import check as find_out
 from .engine.explanation import Explanation
 from .engine.findings import Findings
@@ -31,7 +33,7 @@ from .shapes.buckets import Padded
 from .statistics import Observed, Stats
 from .wrappers.wrapping import unwrap, wrap
 
-__all__ = ["check", "explain", "live", "prepare", "record", "report", "reset", "stats"]
+__all__ = ["check", "check_graphs", "explain", "live", "prepare", "record", "report", "reset", "stats"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -221,6 +223,32 @@ def check(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Findings:
     """
     has_called(sys._getframe(1))
     return find_out(f, args, kwargs)
+
+
+@contextmanager
+def check_graphs() -> Iterator[list[CapturedOrder]]:
+    """Whether in CUDA graphs that anybody captures meanwhile, those nodes are in order that work on one memory.
+
+    For graphs captured on several streams, by hand or by a package: ``torch.cuda.graph``, `make_graphed_callables`, an
+    engine's own. Where a wait between two streams was forgotten, eager calls mostly come out right, and replays do not. Nothing
+    is changed in a graph; a capture takes longer. Compiled code, Triton kernels and others that no operator launches are not
+    looked at, nor tensors with gaps.
+
+    Returns:
+        A list, to which a `CapturedOrder` is added at the end of each capture. `races`: pairs of operators, with their lines,
+        that touch the same memory, one of them writing it, and of which neither waits for the other, as their schemas tell.
+        `nodes`: how many there are. `unknown`: how many of these were not looked at. ``print`` shows all of it.
+
+    Example:
+        >>> import torch, phonograph as pg
+        >>> with pg.check_graphs() as graphs:
+        ...     pass  # capture something
+        >>> [graph.races for graph in graphs]
+        []
+    """
+    found: list[CapturedOrder] = []
+    with captures_checked(found.append):
+        yield found
 
 
 @ended_by

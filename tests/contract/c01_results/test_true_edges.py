@@ -217,3 +217,21 @@ def test_c01_a_chain_says_why_it_is_one(cuda, wired_anew):
 def test_c01_edges_are_of_one_of_two_kinds():
     with pytest.raises(ValueError, match="edges must be one of 'captured', 'true', not 'all'"):
         pg.record(lambda x: x, edges="all")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_c01_a_wait_that_was_forgotten_in_somebodys_graph_is_named(cuda, waits):
+    x, y = torch.ones(1 << 10, device=cuda), torch.ones(1 << 10, device=cuda)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with pg.check_graphs() as found, torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            x.mul_(2)
+        if waits:
+            main.wait_stream(side)
+        y.add_(x)
+        main.wait_stream(side)
+    (order,) = found
+    assert (order.nodes, order.unknown) == (2, 0)
+    assert [race.nbytes for race in order.races] == ([] if waits else [4 << 10])

@@ -39,7 +39,7 @@ from ..order.layout import Block
 from ..order.nodes import Node, hidden
 from .allocator import Hold
 
-__all__ = ["LIBRARIES", "Blocks", "Given", "Notebook", "Noted", "lifetimes", "note", "placed"]
+__all__ = ["LIBRARIES", "Blocks", "Given", "Notebook", "Noted", "lies", "lifetimes", "note", "placed"]
 
 Range = tuple[int, int]
 """An address, and how many bytes."""
@@ -90,16 +90,16 @@ def note(m: Meaning, args: Args, kwargs: Kwargs, out: object, begins: int, ends:
     """What an operator has touched, which has just been called so."""
     made = [t for t in tensors_in((out,), []) if has_memory(t)]
     given = [t for t in operands(args, kwargs) if has_memory(t)]
-    writes = [_lies(t) for t in written_by(m, args, kwargs) if has_memory(t)]
+    writes = [lies(t) for t in written_by(m, args, kwargs) if has_memory(t)]
     old = {memory_of(t)[0] for t in given}
     # A result of its own may be a part of what it has written, and one on an argument's memory is a view.
-    writes += [memory_of(t) if memory_of(t)[0] not in old else _lies(t) for t in made]
+    writes += [memory_of(t) if memory_of(t)[0] not in old else lies(t) for t in made]
     new = tuple(memory_of(t)[0] for t in made if memory_of(t)[0] not in old)
     known = m.compiled and not _keeps(m.name)
-    return Noted(m.name, begins, ends, tuple(map(_lies, given)), tuple(writes), allocated, new, known)
+    return Noted(m.name, begins, ends, tuple(map(lies, given)), tuple(writes), allocated, new, known)
 
 
-def _lies(t: torch.Tensor) -> Range:
+def lies(t: torch.Tensor) -> Range:
     """From the first to the last byte of a tensor."""
     return t.data_ptr(), extent(t) * t.element_size()
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ..order.nodes import Edge
 from . import driver
 
-__all__ = ["Rewired", "plain_edges"]
+__all__ = ["Rewired", "all_edges", "plain_edges"]
 
 _P = ctypes.c_void_p
 _PLAIN = 0  # CUgraphEdgeData, all of whose bytes are 0
@@ -27,6 +27,16 @@ def plain_edges(graph: int) -> list[tuple[int, int]] | None:
     Raises:
         DriverError: the driver does not tell.
     """
+    edges = all_edges(graph)
+    return None if any(kind != _PLAIN for *_, kind in edges) else [(a, b) for a, b, _ in edges]
+
+
+def all_edges(graph: int) -> list[tuple[int, int, int]]:
+    """The edges of a graph: two nodes, and what kind it is of.
+
+    Raises:
+        DriverError: the driver does not tell.
+    """
     if not hasattr(driver.library(), "cuGraphGetEdges_v2"):
         raise driver.DriverError("this driver does not tell of edges' kinds")
     ask, count = driver.function("cuGraphGetEdges_v2", _P, _P, _P, _P, _P), ctypes.c_size_t(0)
@@ -34,9 +44,7 @@ def plain_edges(graph: int) -> list[tuple[int, int]] | None:
     before, after, kinds = (_P * count.value)(), (_P * count.value)(), (ctypes.c_uint64 * count.value)()
     if count.value:
         driver.checked(ask(graph, before, after, kinds, ctypes.byref(count)), "cuGraphGetEdges")
-    if any(kind != _PLAIN for kind in kinds):
-        return None
-    return [(a or 0, b or 0) for a, b in zip(before, after, strict=True)]
+    return [(a or 0, b or 0, kind) for a, b, kind in zip(before, after, kinds, strict=True)]
 
 
 class Rewired:
