@@ -544,7 +544,7 @@ def test_the_fastest_is_kept():
     program, launches = tried({0: 100.0, 2: 90.0, 3: 80.0, 4: 70.0, 6: 75.0, 8: 76.0})
     assert launches == 4
     assert program.edges == ("true: 100.0 us as captured, 2 lanes 90.0 us, 3 lanes 80.0 us, 4 lanes 70.0 us, 6 lanes 75.0 us, "
-                             "8 lanes 76.0 us (2 nodes, 1 deep; of 0 nobody knows what they touch)")  # fmt: skip
+                             "8 lanes 76.0 us (2 nodes, 1 deep, 2 wide; of 0 nobody knows what they touch)")  # fmt: skip
 
 
 def test_what_is_faster_by_noise_alone_is_not():

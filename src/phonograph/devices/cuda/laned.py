@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import pairwise
 from statistics import median
@@ -80,9 +81,10 @@ class Order(NamedTuple):
 
     def __str__(self) -> str:
         """How far its nodes run beside each other."""
-        deep = max(longest_path([1.0] * len(self.nodes), self.edges), default=0.0)
+        levels = Counter(longest_path([1.0] * len(self.nodes), self.edges))  # by how many come after it
+        deep, wide = max(levels, default=0.0), max(levels.values(), default=0)
         blind = sum(node.everything for node in self.nodes)
-        return f"{len(self.nodes)} nodes, {deep:.0f} deep; of {blind} nobody knows what they touch"
+        return f"{len(self.nodes)} nodes, {deep:.0f} deep, {wide} wide; of {blind} nobody knows what they touch"
 
 
 def takes_too_much(notebook: Notebook, allocated: Sequence[Range]) -> bool:
