@@ -12,6 +12,7 @@ members in processes of their own, and where one dies, that is a row of its memb
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -172,7 +173,11 @@ def work(pipe: Any, device: str, fallback: str) -> None:
 class Worker:
     """A process, and what it is at."""
 
+    _gpus = itertools.cycle(range(torch.cuda.device_count()))
+
     def __init__(self, device: str, fallback: str) -> None:
+        if device == "cuda":  # each has one, in turn
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(next(self._gpus))
         # CUDA does not survive a fork; where there is none, what was imported need not be imported again.
         context = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
         self.pipe, theirs = context.Pipe()

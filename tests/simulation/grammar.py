@@ -387,7 +387,7 @@ class Drawing:
 
     # -- models, losses, optimizers
 
-    def model(self, kinds: Sequence[str]) -> Lines:
+    def model(self) -> Lines:
         layers = (
             "nn.Linear(4, 4)", "nn.Linear(4, 4)", "nn.BatchNorm1d(4)", "nn.LayerNorm(4)", "nn.Dropout(0.25)", "nn.Tanh()",
             "nn.ReLU(inplace=True)", "nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))", "Scale()",
@@ -396,7 +396,6 @@ class Drawing:
             "nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))",
             "nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))", "nn.Sequential(*[nn.Linear(4, 4)] * 2)",
         )  # fmt: skip
-        layers = layers if kinds else layers[:-3]  # several calls: their weights get more than two gradients, in another order
         chosen = [self.choose(layers) for _ in range(self.choose((1, 2, 3)))]
         return [f"net = nn.Sequential(nn.Linear(4, 4), {', '.join(chosen)}).to(DEVICE)"]
 
@@ -408,7 +407,7 @@ class Drawing:
             ["net[0].register_full_backward_hook(lambda m, g, o: tuple(None if a is None else a * 2 for a in g))"],
             ["net[-1].register_forward_hook(lambda m, a, y: seen.__setitem__('last', y.detach()))"],
             ["net[0].register_forward_hook(lambda m, a, y: counted.append(len(counted)))"],
-            ["net[0].bias.requires_grad_(False)"], ["net[0].tied = net[0].weight"], ["net[-1].tied = None"],
+            ["net[0].bias.requires_grad_(False)"], ["net[0].tied = net[0].weight"], ["net[-1].tied = net[0]"],
             ["net.register_full_backward_pre_hook(lambda m, g: tuple(a * 0.5 for a in g))"],
             ["net[0].weight.register_hook(lambda g: log.append(0))"],
             ["opt_hook = lambda o, a, k: counted.append(len(counted))"],
@@ -681,7 +680,7 @@ class Drawing:
         defined = [line for name, kind in zip(names, kinds, strict=True) for line in self._function(name, kind)]
         trainer = ["class Trainer:", *_deeper(self.methods), "trainer = Trainer()"] if self.style == "method" else []
         model = [
-            *self.model(kinds),
+            *self.model(),
             *self.maybe(3, self.hooks()),
             "ema = copy.deepcopy(net)",
             *self.optimizer(),

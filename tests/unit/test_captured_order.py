@@ -115,9 +115,10 @@ def test_a_path_is_enough(stream):
 
 def test_a_result_is_read_before_it_is_there(stream):
     def program():
-        x = torch.ones(8) * 2
-        y = x + 1
-        return y * 2
+        one = torch.ones(8)
+        two = one * 2
+        three = two + 1
+        return one, two, three, three * 2
 
     order = looked_at(stream, program)
     assert [(race.first.partition(" ")[0], race.then.partition(" ")[0]) for race in order.races] == [

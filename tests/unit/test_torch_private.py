@@ -1,7 +1,9 @@
 """What torch keeps to itself still says what it said."""
 
+import _thread
 import ctypes
 import sys
+import threading
 import types
 import warnings
 from functools import partial
@@ -197,3 +199,22 @@ def test_functions_that_are_written_for_compiled_code_are_told_from_others():
     assert not torch_dynamo.is_written_by_torch("guard", users, __file__)
     assert not torch_dynamo.is_written_by_torch("<lambda>", {"G": globals(), "__builtins__": {}}, __file__)
     assert not torch_dynamo.is_written_by_torch("guard", globals(), triton_heuristics.__file__)
+
+
+def test_a_thread_of_autograds_stays_unknown_to_python():
+    """A thread that is none of Python's making runs a backward: it counts as autograd's, and as none of Python's afterwards."""
+    seen, over = [], threading.Event()
+
+    def backward():
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda _: seen.append(torch_autograd.on_thread_of_autograds()))
+        (x * 2).sum().backward()
+        over.set()
+
+    before = threading.active_count()
+    backward()
+    over.clear()
+    _thread.start_new_thread(backward, ())
+    assert over.wait(30)
+    assert seen == [False, True]
+    assert threading.active_count() == before

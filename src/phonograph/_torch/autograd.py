@@ -164,8 +164,11 @@ backward_id: Callable[[], int] = _c("_current_graph_task_id")
 
 def on_thread_of_autograds() -> bool:
     """Whether this is a thread of autograd's, which is none of Python's making, at work on a backward. Others make threads in C
-    as well."""
-    return backward_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+    as well. (`threading.current_thread` would count it among Python's from then on, for all to see.)"""
+    if backward_id() == -1:
+        return False
+    mine = threading.get_ident()
+    return all(isinstance(t, threading._DummyThread) for t in threading.enumerate() if t.ident == mine)
 
 
 may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", bool)

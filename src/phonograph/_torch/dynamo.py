@@ -196,18 +196,20 @@ def ran_compiled(ran: Iterable[CodeType]) -> bool:
 
 
 @contextmanager
-def tells_of_compilation(notice: Callable[[], None]) -> Iterator[None]:
-    """Call this where Dynamo begins to compile something, while the block runs."""
+def tells_of_compilation(begins: Callable[[], object], ends: Callable[[], object] = int) -> Iterator[None]:
+    """Call these where Dynamo begins to compile something, and when it has, while the block runs."""
     handler: Private = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if handler is None or not hasattr(handler, "register_start_callback"):
         yield
         return
-    heard = handler.register_start_callback(lambda _: notice())
+    begun = handler.register_start_callback(lambda _: begins())
+    ended = handler.register_end_callback(lambda _: ends())
     try:
         yield
     finally:
         with suppress(ValueError):  # `torch._dynamo.reset` forgets all
-            handler.remove_start_callback(heard)
+            handler.remove_start_callback(begun)
+            handler.remove_end_callback(ended)
 
 
 _identity: Callable[[object], int] = object.__hash__  # (a code's own goes through all its instructions)

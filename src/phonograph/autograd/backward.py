@@ -14,6 +14,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -31,7 +33,7 @@ from ..python.identity import identity
 from ..state.rng import Rewind
 from ..values.tensor_subclasses import Description, consists_of_parts, parts
 from .double_backward import nothing_through
-from .graph import Graph
+from .graph import Graph, Way
 from .kept_by_code import Kept
 from .release import Release
 from .saved import Asked, Reads, Saved
@@ -110,6 +112,8 @@ class Request:
     """Further edges of the graph, with the gradients that arrive there."""
     besides: Sequence[GradientEdge] = ()
     """Further edges of the graph whose gradients are returned, after the others."""
+    each: bool = False
+    """Whether those are returned one by one which come to a start on several ways."""
 
 
 @dataclass(eq=False)
@@ -200,12 +204,14 @@ class Backward:
             *given: the gradients of the results (None for zero), then those arguments of the forward of which views were saved.
 
         Returns:
-            The gradients of the graph's `arguments`, then of its `parameters`; None where the results do not depend on one. And
-            gradients to accumulate in order, each with the index of its tensor in the graph's `reentrant`.
+            The gradients of the graph's `arguments`, then of its `parameters`; None where the results do not depend on one.
+            Those of its `entries`, if `each` is requested. And gradients to accumulate in order, each with the index of its
+            tensor in the graph's `reentrant`.
         """
         grads, arguments = self.gradients(given), given[len(self.graph.ends) :]
         if not self.request.further and all(grad is None for grad in grads):
-            return [None] * (len(self.graph.starts) + len(self.request.besides)), []
+            given_out = self.graph.entries if self.request.each else self.graph.starts
+            return [None] * (len(given_out) + len(self.request.besides)), []
         if self.only_captured and not torch.cuda.is_current_stream_capturing():
             assert self.forward.once is not None
             with self._keeping():
@@ -274,8 +280,34 @@ class Backward:
             wanted = self.request.wanted or [True] * len(self.graph.starts)
             starts = [start for start, asked in zip(self.graph.starts, wanted, strict=True) if asked]
             starts += self.request.besides
-            found = iter(self._grad(ends, starts, grads) if starts else ())
-            return [*(next(found) if asked else None for asked in wanted), *found], []
+            with self._one_by_one(wanted) as came:
+                found = iter(self._grad(ends, starts, grads) if starts else ())
+            sums = [next(found) if asked else None for asked in wanted]
+            if not self.request.each:
+                return [*sums, *found], []
+            ways = self.graph.ways
+            return [*chain.from_iterable(map(came.get, way) if way else [one] for way, one in zip(ways, sums, strict=True)),
+                    *found], []  # fmt: skip
+
+    @contextmanager
+    def _one_by_one(self, wanted: Sequence[bool]) -> Iterator[dict[Way, torch.Tensor]]:
+        """Context that takes gradients as they come on the graph's `ways`. Autograd would add them up."""
+        came = dict[Way, torch.Tensor]()
+        numbers: dict[Node, set[int]] = {}
+        for ways, asked in zip(self.graph.ways, wanted, strict=True):
+            for node, number in ways if asked and self.request.each else ():
+                numbers.setdefault(node, set()).add(number)
+
+        def take(node: Node, own: Set[int], given: Sequence[torch.Tensor | None], _: object) -> tuple[torch.Tensor | None, ...]:
+            came.update((Way(node, i), g) for i, g in enumerate(given) if i in own and g is not None)
+            return tuple([None if i in own else g for i, g in enumerate(given)])
+
+        handles = [node.register_hook(partial(take, node, own)) for node, own in numbers.items()]
+        try:
+            yield came
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def within(
         self, ends: Sequence[tuple[GradientEdge, torch.Tensor]], arguments: Sequence[torch.Tensor], stops: Iterable[Node]

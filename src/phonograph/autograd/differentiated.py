@@ -59,19 +59,20 @@ def _flow(
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """What flows from what has arrived, as far as it is not left to nodes that are `coming`."""
     traced, twice = flight.wiring.traced, flight.differentiates(node)
-    edges = node.next_functions[-len(traced.graph.starts) :]
+    graph = traced.graph
+    edges = node.next_functions[-len(graph.entries) :]
     pattern = tuple(g is not None for g in here.grads)
-    wanted = flight.chosen(pattern, edges) or [True] * len(edges)
+    wanted = flight.chosen(pattern, edges) or [True] * len(graph.starts)
     request = Request(wanted, differentiable=torch.is_grad_enabled())
     toward = _toward(flight, request, here, asked, coming)
-    found: list[torch.Tensor | None] = [None] * len(edges)
+    found: list[torch.Tensor | None] = [None] * len(graph.starts)
     if not coming:
         found = _rest(flight, twice, request, here, pattern)
         if any(grad is None for grad in found):
-            keep_quiet([other for (other, _), grad in zip(edges, found, strict=True) if grad is None])
+            keep_quiet(graph.without_gradient(edges, graph.each(found)))
     elif traced.repeatable and not flight.over and all(map(twice.is_results, coming)):
         found = _grown(flight, twice, request, here)
-    return [*found, *toward]
+    return [*graph.each(found), *toward]
 
 
 def _toward(

@@ -113,7 +113,7 @@ class Flight:
     ) -> None:  # fmt: skip
         self.wiring = wiring
         self.given = given  # arguments of which something was saved
-        self.sources = sources  # what it depends on
+        self.sources = sources  # what it depends on, by the graph's entries
         self.twice: Twice | None = None  # once a backward of it was to be differentiated
         self._memory: list[torch.UntypedStorage | None] | None = memory
         self._saved = saved
@@ -161,10 +161,11 @@ class Flight:
         return sorted(look.cut)
 
     def chosen(self, pattern: tuple[bool, ...], edges: Sequence[tuple[Node | None, int]]) -> list[bool] | None:
-        """Where gradients of chosen inputs are asked for: to which of these edges some flow, if not to all."""
+        """Where gradients of chosen inputs are asked for: to which starts some flow, if not to all. These edges lead to the
+        entries."""
         if may_run_backward():
             return None
-        wanted = [other is not None and will_run(other) for other, _ in edges]
+        wanted = [(other := edges[k][0]) is not None and will_run(other) for k in self.wiring.traced.graph.firsts]
         if all(wanted):
             return None
         chosen = {i for i, asked in enumerate(wanted) if asked}

@@ -57,7 +57,7 @@ class Joint:
         joining: Callable[[bool, bool], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         ready_for_gradients()
-        self.traced = traced
+        self.traced = traced = traced.for_request(Request(each=True))
         self._recorded = recorded
         self._backwards: dict[bool, Callable[..., Gradients]] = {}  # by whether they are the last
         self._joining = joining
@@ -73,7 +73,8 @@ class Joint:
         made = [results[i] for i in graph.attached]
         # What comes out of a node of its own takes the tensor that is handed out.
         given = [alias(t) if i in wiring.apart else t for i, t in enumerate(made)]
-        sources = [*[arguments[i] for i in graph.arguments], *graph.parameters]
+        starts = [*[arguments[i] for i in graph.arguments], *graph.parameters]
+        sources = [starts[i] for i in graph.entries]
         flight = self._flight(results, arguments, borrowed, sources)
         with self._joining(graph.lasting, wiring.elsewhere):
             joined = [*_Joined.apply(self, flight, given, *sources)]
@@ -139,7 +140,7 @@ class Joint:
             for i, more in added:
                 torch.autograd.backward(self.traced.graph.reentrant[i], more)
         if any(grad is None for grad in found):
-            keep_quiet([other for (other, _), grad in zip(node.next_functions, found, strict=True) if grad is None])
+            keep_quiet(self.traced.graph.without_gradient(node.next_functions, found))
         return found
 
     def _partly(self, flight: Flight, pattern: tuple[bool, ...], node: Node) -> Backward | None:
@@ -149,7 +150,7 @@ class Joint:
         wanted = flight.chosen(pattern, node.next_functions)
         if wanted is None or (self.traced.repeatable and flight.unwritten()):
             return None
-        return self.traced.for_request(Request(wanted))
+        return self.traced.for_request(Request(wanted, each=True))
 
     def _backward(self, last: bool) -> Callable[..., Gradients]:
         traced = copy.copy(self.traced)

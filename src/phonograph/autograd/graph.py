@@ -3,11 +3,15 @@
 Gradients of the results come in at its ends, and those of what the results depend on go out at its starts. Parameters and other
 leaf tensors outside are leaves of it. Arguments enter it through `Source`, a node that holds nothing: a leaf would keep the
 argument's memory, and have hooks.
+
+Gradients are added up in the order in which eager adds them, because that rounds. Where others use a tensor as well, after the
+call, their gradients come first: (c + b) + a is not c + (b + a). So the gradients of a tensor that the call uses several times
+go out one by one, and the user's own graph has an edge for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -16,13 +20,26 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._torch.dynamic import Context
+from .._torch.autograd import made_when
+from .._torch.dynamic import Context, Private
 from .._torch.dynamo import donates, number_of_call
 from ..errors import Refusal
 from ..state.compiled_generators import OwnGenerators, own_of
 from .kept_by_code import NODE
 
-__all__ = ["REENTRANT", "SOURCE", "Found", "Graph", "Source", "Start", "calls_that_draw", "names_of_saved", "walk"]
+__all__ = ["REENTRANT", "SOURCE", "Found", "Graph", "Source", "Start", "Way", "calls_that_draw", "names_of_saved", "walk"]
+
+
+MANY, LARGE = 256, 64 << 20
+"""Where a tensor is used more often, or three times and more so that its gradients would take more bytes, they are added up
+within."""
+
+
+class Way(NamedTuple):
+    """What leads from a node to another: the gradient of this number that the node gives."""
+
+    node: Node
+    number: int
 
 
 class Start(NamedTuple):
@@ -39,7 +56,7 @@ class Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
-        ctx.arrived = arrived
+        ctx.arrived, ctx.nbytes = arrived, t.nbytes
         ctx.set_materialize_grads(False)
         return t.detach()  # which shares its version
 
@@ -88,6 +105,57 @@ class Graph:
         """For each end, the others on which it depends."""
         leaves = self.parameters[len(self.stands) :]
         self.starts = [*(s.edge for s in (*self.sources, *self.stands)), *map(get_gradient_edge, leaves)]
+        ways = {start.node: list[Way]() for start in self.starts} if not self.nested else {}
+        for way, node in _ways(self.ends) if ways else ():
+            if node in ways:
+                ways[node].append(way)
+        self.ways = [_in_order(ways.get(start.node, []), start.node) for start in self.starts]
+        """For each start the ways to it in the order in which gradients come on them, if they are to be given one by one."""
+        self.entries = [i for i, some in enumerate(self.ways) for _ in range(len(some) or 1)]
+        """The start of each gradient that is given."""
+        self.firsts = [self.entries.index(i) for i in range(len(self.starts))]
+        """For each start the first of them."""
+
+    def each(self, sums: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the starts, as those of the entries: one for all of a start's."""
+        return [sums[i] if k == self.firsts[i] else None for k, i in enumerate(self.entries)]
+
+    def sums(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the entries, as those of the starts."""
+        found: list[torch.Tensor | None] = [None] * len(self.starts)
+        for i, grad in zip(self.entries, grads, strict=True):
+            before = found[i]
+            found[i] = grad if before is None else before if grad is None else before + grad
+        return found
+
+    def without_gradient(
+        self, edges: Sequence[tuple[Node | None, int]], grads: Sequence[torch.Tensor | None]
+    ) -> list[Node | None]:  # fmt: skip
+        """The nodes, of those at the entries, to which none of these gradients goes."""
+        given = {i for i, grad in zip(self.entries, grads, strict=True) if grad is not None}
+        return [edges[k][0] for i, k in enumerate(self.firsts) if i not in given]
+
+
+def _in_order(ways: Sequence[Way], start: Private) -> list[Way]:
+    """These, if there are several and not many."""
+    of: Private = getattr(start, "variable", start)
+    nbytes: int = of.nbytes
+    few = len(ways) <= 2 or (len(ways) <= MANY and (len(ways) - 1) * nbytes <= LARGE)
+    return sorted(ways, key=lambda way: (-made_when(way.node), way.number)) if len(ways) > 1 and few else []
+
+
+def _ways(ends: Sequence[GradientEdge]) -> Iterator[tuple[Way, Node]]:
+    """All ways between two nodes, and where they lead."""
+    work = [*dict.fromkeys(end.node for end in ends)]
+    seen = {*work}
+    while work:
+        node = work.pop()
+        for i, (following, _) in enumerate(node.next_functions):
+            if following is not None:
+                yield Way(node, i), following
+                if following not in seen:
+                    seen.add(following)
+                    work.append(following)
 
 
 def _upstream(ends: list[GradientEdge]) -> list[list[int]]:

@@ -25,6 +25,7 @@ from .._torch.tensors import are_fake, has_memory, kind_of, say_themselves, stor
 from ..aten.autocast import Casts
 from ..aten.collectives import LEAVE_VERSIONS, called, communicates
 from ..aten.operators import Meaning, meaning, operands, written_by
+from ..aten.products import products_as_without_mode
 from ..call.live_function import Marked
 from ..guards.entries import relied
 from ..guards.reachable import Reach
@@ -307,7 +308,7 @@ class _Noting(TorchDispatchMode):
     @contextmanager
     def within(cls, notes: Notes) -> Iterator[None]:
         mode = cls(notes)
-        with mode._casts.following(), mode:
+        with mode._casts.following(), products_as_without_mode(), mode:
             yield
 
     @classmethod

@@ -25,6 +25,7 @@ from .._torch.dynamo import ran_compiled
 from .._torch.modes import transforms_undone
 from .._torch.process_groups import wait_for_all
 from .._torch.tensors import has_memory, is_ordinary, storage_id
+from ..aten.products import products_as_without_mode
 from ..call.signature import Call, modes
 from ..capture.dispatch import OperatorWatch
 from ..capture.effects import together
@@ -293,6 +294,7 @@ class DryRun:
         with (
             guarding(self._dials, reach),
             watch.casts.following(),
+            products_as_without_mode(),
             skipping_on_the_device(watch),
             nullcontext() if tracing is None else tracing.saving(),
             cuts,  # which finds that as it is within

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..aten.products import products_as_without_mode
 from ..call.signature import Call
 from ..capture.looking import LookingListener, LookingWatch, Seen
 from ..capture.python_events import watching_python
@@ -72,6 +73,7 @@ def look_at(
         with (
             Nested(waits=True),
             watch,
+            products_as_without_mode(),
             host_reads_refused(watch, *reads),
             one_hot_checked(watch),
             watching_python(outer, watch.frames(), reach.caching, _nothing, watch, LookingListener),

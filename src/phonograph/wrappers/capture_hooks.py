@@ -204,7 +204,8 @@ class _HookedBackward(Hooked):
 
     def _end(self, args: Args, kwargs: Mapping[str, object], result: Thing) -> None:
         (found, _), backward = result, self._backward
-        self._hooks.call(self._hooks.backward, tuple(found[: len(backward.graph.arguments)]), backward.gradients(args))
+        of_arguments = backward.graph.sums(found)[: len(backward.graph.arguments)]
+        self._hooks.call(self._hooks.backward, tuple(of_arguments), backward.gradients(args))
 
     @property
     def _backward(self) -> Backward:

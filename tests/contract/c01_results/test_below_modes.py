@@ -2,6 +2,7 @@
 consist of others, in inference mode; what is cast within an operator; tensors that stand for others, within one."""
 
 import ctypes
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -62,6 +63,47 @@ def test_c01_operators_that_ask_for_which_tensors_gradients_are_wanted(device, k
             both(torch.randn(size, device=device))
         for _ in range(4):
             assert_replays(both, torch.randn(size, device=device))
+
+
+PRODUCTS = {
+    "an operator": lambda x, w: x @ w,
+    "of torch's": lambda x, w: torch.matmul(x, w),
+    "a method": lambda x, w: x.matmul(w),
+    "of linalg": lambda x, w: torch.linalg.matmul(x, w),
+    "out": lambda x, w: torch.matmul(x, w, out=torch.empty(x.shape[0], x.shape[1], w.shape[2], device=x.device)),
+    "below vmap": lambda x, w: torch.vmap(torch.matmul, (None, 0))(x, w[None]),
+}
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode, "autocast"])
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_c01_a_batch_of_matrices_by_one_is_multiplied_as_where_no_mode_looks_on(device, way, mode):
+    """Below a mode torch makes one product of it."""
+    if way == "out" and mode == "autocast":
+        pytest.skip("eager raises")
+
+    def f(x, w):
+        with torch.autocast(device.type, torch.bfloat16, enabled=mode == "autocast"):
+            return PRODUCTS[way](x, w)
+
+    torch.manual_seed(0)
+    both = plain(f)
+    with nullcontext() if mode == "autocast" else mode():
+        for x, w in 5 * [((7, 33, 1000), (1, 1000, 1))] + 5 * [((5, 5, 5), (1, 5, 5))]:
+            both(torch.randn(x, device=device), torch.randn(w, device=device))
+    assert counts(both) == (2, 2, 8)
+
+
+def test_c01_gradients_of_a_batch_of_matrices_by_one(device):
+    def step(x, w, trained):
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_(trained)
+        (x @ w).pow(2).sum().backward()
+        return x.grad, w.grad if trained else w
+
+    both = plain(step)
+    for trained in 5 * [False] + 5 * [True]:
+        both(torch.randn(7, 33, 1000, device=device), torch.randn(1, 1000, 1, device=device), trained)
+    assert counts(both) == (2, 2, 8)
 
 
 def test_c01_an_argument_that_requires_a_gradient_in_inference_mode(device):
@@ -252,3 +294,19 @@ def test_c03_the_rank_of_a_matrix_that_is_to_be_written(hermitian):
     f = pg.record(lambda x: torch.linalg.matrix_rank(x, hermitian=hermitian), warmup=1)
     assert [int(f(torch.eye(5) * (torch.arange(5) < n))) for n in range(5)] == [0, 1, 2, 3, 4]
     assert pg.stats(f).replayed == 4
+
+
+@may_run_live
+def test_c01_the_seed_of_an_attention_lies_where_it_does_without_a_capture(cuda):
+    def attend(q, returns):
+        found = torch.ops.aten._efficient_attention_forward(q, q, q, None, None, None, None, None, 0.0, 0)
+        return found if returns else found[0]
+
+    recorded = pg.record(attend, warmup=1)
+    for returns in (True, False):
+        for _ in range(4):
+            q = torch.randn(2, 8, 4, 16, device=cuda, dtype=torch.float16)
+            mine, live = recorded(q, returns), attend(q, returns)
+            assert [getattr(t, "device", t) for t in mine] == [getattr(t, "device", t) for t in live]
+            assert torch.equal(mine[0], live[0])
+    assert pg.stats(recorded).replayed == 3, pg.explain(recorded)

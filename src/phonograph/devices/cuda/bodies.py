@@ -58,6 +58,10 @@ def number_at(address: int, device: int) -> torch.Tensor:
         return found.set_(storage_at(address, found.itemsize, found.device))
 
 
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
 class Bodies:
     """Those of one graph, while it is captured."""
 
@@ -76,6 +80,10 @@ class Bodies:
         """What has ended the capture of a body: then the capture is one of something else."""
         self.seed = self.offset = 0
         """Addresses of the generator's seed and of where it stands, if kernels add to that; otherwise 0."""
+
+    def over(self) -> None:
+        """The graph is captured: let go of who captures it, who has this."""
+        self._join = self._fork = _nothing
 
     def choose(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
         """Capture a branch: a launch runs the body whose number is in `index`, a bool or an int32."""

@@ -129,6 +129,9 @@ class Capture:
         _no_untraced(watch, footprint)
         made = {}
         leaving = [*plan.results(self._result), *plan.saved()]
+        if not watch.elsewhere.isdisjoint(map(storage_id, plan.results(self._result))):
+            raise Refusal("returns the seed of an attention, which lies on the CPU where nothing is captured",
+                          "return the others")  # fmt: skip
         for t in leaving:
             storage = t.untyped_storage()
             if footprint.covers(storage.data_ptr(), storage.nbytes()) and storage._cdata not in watch.outside | watch.slot_ids:

@@ -120,8 +120,9 @@ def checked(count: int, called: Sequence[Any], edges: Sequence[Edge]) -> Capture
         for node in range(one.begins, one.ends):
             of[node] = number if of[node] is None else of[node]
     nodes = [called[number].node if number is not None else Node("") for number in of]
-    pairs = dict.fromkeys((of[a], of[b]) for a, b in unordered(nodes, edges))
-    races = [_race(called[a].node, called[b].node) for a, b in pairs if a is not None and b is not None and a != b]
+    found = {(of[a], of[b]) for a, b in unordered(nodes, edges)}
+    pairs = sorted((a, b) for a, b in found if a is not None and b is not None and a != b)
+    races = [_race(called[a].node, called[b].node) for a, b in pairs]
     return CapturedOrder(count, tuple(races), sum(number is None or not called[number].known for number in of))
 
 

@@ -77,6 +77,7 @@ __all__ = ["CudaWatch"]
 
 _LAUNCH_HERE = f"launch it on torch.cuda.current_stream(), {MARKED}"
 _HANDED_OUT = meaning(torch.ops.aten.alias.default)._replace(name="data_ptr")
+_SEEDED, _SEEDS = "aten::_efficient_attention_forward", slice(2, 4)  # its results that lie on the CPU, but for in a capture
 _NEGATIVE = "normal expects all elements of std >= 0.0"
 # To find eigenvalues, cuSOLVER waits for the GPU, which no capture allows. Its handle keeps that failure: the next call of such
 # an operator on this thread raises CUSOLVER_STATUS_EXECUTION_FAILED or INTERNAL_ERROR, and only the one after it works (torch
@@ -145,6 +146,7 @@ class CudaWatch(DrawsWatch):
         self._answered: list[torch.Tensor] = []  # those on the device that the operator reads which is about to run
         self._status: Refusal | None = None  # of the first operator at whose status each run looks when it has ended
         self._since = 0  # how many storages the call had made by then
+        self.elsewhere: set[int] = set()  # storages of results that lie on another device where nothing is captured
 
     def runs_beside(self, beside: Callable[[], AbstractContextManager[object]]) -> None:
         """What is worked out at once runs there."""
@@ -445,11 +447,13 @@ class CudaWatch(DrawsWatch):
         self._performing += 1
         begun = self.notebook.begin() if self.notebook is not None else None
         try:
-            out = super().perform(func, m, args, kwargs)
+            out: Any = super().perform(func, m, args, kwargs)
         finally:
             self._performing -= 1
         if self.notebook is not None and begun is not None:
             self.notebook.end(func, args, kwargs, out, begun)
+        if m.name == _SEEDED:
+            self.elsewhere |= {storage_id(t) for t in out[_SEEDS]}
         if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:
             super().refuse_untraced(m, args[0])
         if self._status is not None and m.converts and made_integers(args, out):

@@ -136,6 +136,7 @@ class Graphs:
             raise failed
         self.segments[-1].drawn, self.segments[-1].lent = self._states.drawn(), self._states.lone
         self._end()
+        self.bodies().over()
 
     def _end(self) -> None:
         assert self._open is not None
