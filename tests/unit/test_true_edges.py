@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph.aten.operators import meaning, tensors_in
-from phonograph.devices.cuda import driver, places, rewired
+from phonograph.devices.cuda import driver, laned, places, rewired
 from phonograph.devices.cuda.laned import LanedProgram, Order, Trial, largest_once, takes_too_much
 from phonograph.devices.cuda.places import LIBRARIES, Blocks, Given, Notebook, Noted, lifetimes, note, placed
 from phonograph.devices.cuda.rewired import Rewired, plain_edges
@@ -527,7 +527,8 @@ def tried(times, nodes=None, fails=()):
             raise driver.DriverError("cuGraphInstantiate failed with CUresult 2")
         return SimpleNamespace(executable=lanes, node=int)
 
-    def use(executable, node=int):
+    def use(executable, node=int, *, fresh):
+        assert not fresh  # trials have launched it
         now[0] = executable
 
     program._wired, program._use = wired, use
@@ -600,6 +601,7 @@ def no_events(monkeypatch):
             return (end.at - self.at) * 1e-3
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(laned, "occupy", lambda cycles: None)
 
 
 def bytes_of(t):

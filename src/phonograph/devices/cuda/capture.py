@@ -70,7 +70,7 @@ class Capture:
         room: Room, before: list[cuda_memory.Block], once: float = math.inf,
     ) -> None:  # fmt: skip
         """`room` is for constants. The pool was like this `before`. Where edges are to be true, memory of results of up to so
-        many bytes is used `once`."""
+        many bytes is used `once`: 0 takes no more than a chain."""
         self._plan, self._stream, self._memory = plan, stream, memory
         self._states, self._room = states, room
         owned = Spans((b.address, b.nbytes) for b in before if not b.free)
@@ -90,7 +90,7 @@ class Capture:
         self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies
         self.watch.launches, self.watch.words = partial(_launches, self._graphs, memory), self._graphs.words
         self.watch.known_states, self.watch.room = states, room
-        if plan.true_edges and once:
+        if plan.true_edges:
             self.watch.notebook = Notebook(stream.index, self._graphs.nodes, stream.apart, once)
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
@@ -189,7 +189,6 @@ class Capture:
         """Why its graph cannot have other edges than it was captured with; empty if it can."""
         watch, (first, *more) = self.watch, self._graphs.segments
         reasons = {
-            "memory that is used once would be too much": watch.notebook is None,
             "it waits for other ranks": watch.communicated,
             "it runs in several graphs": more,
             "it has branches or loops by what tensors hold": first.bodies.graphs,

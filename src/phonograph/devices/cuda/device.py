@@ -156,7 +156,7 @@ class CudaDevice:
                     self._room = room.wanted
                     raise
                 except torch.OutOfMemoryError:
-                    if capture.watch.notebook is None:
+                    if not once or capture.watch.notebook is None:
                         raise
                     self._once = 0
                     raise _uses_once() from None
@@ -167,7 +167,7 @@ class CudaDevice:
                 room.fill()
             if (notebook := capture.watch.notebook) is not None:
                 notebook.close()
-                if takes_too_much(notebook, allocated):
+                if once and takes_too_much(notebook, allocated):
                     self._once = largest_once(notebook, allocated) if once == math.inf else 0
                     raise _uses_once()
             if capture.watch.refusal is not None:

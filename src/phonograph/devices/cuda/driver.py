@@ -507,8 +507,9 @@ class Pointers:
     """Places in the parameters of some copies in an instantiated graph that hold given addresses, to be set anew before
     each launch. That is how a graph copies from, and to, other memory each time without a copy outside of it."""
 
-    def __init__(self, graph_exec: int, nodes: Set[int], addresses: Sequence[int]) -> None:
-        """Raises `DriverError` where the addresses cannot all be found, each for itself."""
+    def __init__(self, graph_exec: int, nodes: Set[int], addresses: Sequence[int], *, fresh: bool = True) -> None:
+        """Raises `DriverError` where the addresses cannot all be found, each for itself. A graph that was launched before is
+        not `fresh`: it may have others by now."""
         self._copies = [_COPIES[sort](node) for node in nodes if (sort := kind(node)) in _COPIES]
         index = {address: i for i, address in enumerate(addresses)}
         # Of each copy: where its parameters hold which of the addresses, and what puts them into the graph.
@@ -519,7 +520,8 @@ class Pointers:
         found = {i for cells, _ in self._places for _, i in cells}
         if not len(found) == len(addresses) == len(index) or len(self._copies) != len(nodes):
             raise DriverError("the copies at the edges of the graph are not what they were expected to be")
-        self._last, self._unknown = [*addresses], [0] * len(addresses)
+        self._unknown = [0] * len(addresses)
+        self._last = [*addresses] if fresh else self._unknown
 
     def set(self, addresses: list[int]) -> None:
         """In the order of those given when this was made. About 0.8 us for a copy, 1.8 us for several small ones, where one of

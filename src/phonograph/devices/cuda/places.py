@@ -115,7 +115,7 @@ class Notebook:
     If memory was given to another as soon as it is free, as allocators do, one would have to wait for the other for this alone.
     So each result is said to be used by another stream as well: the allocator gives nothing away that is, until the capture is
     over. Where that takes too much, the largest may be used again: what works on these fills a GPU alone, and gains least by
-    company."""
+    company. If that is too much as well, all may, and who comes later waits."""
 
     def __init__(self, device: int, captured: Callable[[], int], beside: torch.cuda.Stream, largest: float) -> None:
         """`captured` are the nodes so far, `beside` is another stream than that of the capture, and `largest` are the bytes of
@@ -144,7 +144,7 @@ class Notebook:
             for t in made.values():
                 if memory_of(t)[1] <= self._largest:
                     t.record_stream(self._beside)
-        if alone and count - begun.allocations == len(made) + 1:  # there was one more, which is free again
+        if self._largest and alone and count - begun.allocations == len(made) + 1:  # there was one more, which is free again
             self._taken.take(nbytes - begun.nbytes - sum(memory_of(t)[1] for t in made.values()))
 
     def noted(self, allocated: Sequence[Range]) -> list[Noted] | None:

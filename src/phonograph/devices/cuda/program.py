@@ -92,15 +92,16 @@ class GraphProgram:
         self._ends, self._addresses = edges.nodes, edges.addresses  # the copies there
         self._use(graph.raw_cuda_graph_exec())
 
-    def _use(self, executable: int, node: Callable[[int], int] = int) -> None:
-        """Launch this from now on. It is made of a graph whose `node` is told by the captured one."""
+    def _use(self, executable: int, node: Callable[[int], int] = int, *, fresh: bool = True) -> None:
+        """Launch this from now on. It is made of a graph whose `node` is told by the captured one, and is `fresh` if it was
+        never launched."""
         self._executable, self._node = executable, node
         self._stream, self._numbers = -1, None
         self._pointers: driver.Pointers | None = None
         ends = {*map(node, self._ends)}
         if ends:
             try:
-                self._pointers = driver.Pointers(executable, ends, self._addresses)
+                self._pointers = driver.Pointers(executable, ends, self._addresses, fresh=fresh)
             except driver.DriverError:
                 driver.disable(executable, ends)
         self.set_numbers(self._given)
