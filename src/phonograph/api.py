@@ -127,11 +127,12 @@ def record(fn: object = None, /, **options: Any) -> object:
         shared: parameters whose tensors each step gets whole: a cache, weights.
         results: ``"stack"``: tensors are stacked along a new leading dimension, copied after each step; other values come as a
             list, None as None. ``"last"``: the result of the last step. ``("last", "stack")``: one of these for each item.
-        edges: ``"captured"``: the kernels of a recording run one after the other, as the call has launched them. ``"true"``: on
-            a GPU, those that share no memory may run at the same time. The second replay tries this: some forty runs, from one
-            state, after which all memory is as before. It is kept where each of them gave the same to the bit, and faster;
-            `explain` has the times, or why not. For whole steps on one GPU that draw no random numbers. The recording may take
-            1.15 times the memory, or 32 MiB more; while it tries, also twice that of the tensors which the call changes.
+        edges: experimental. ``"captured"``: the kernels of a recording run one after the other, as the call has launched them.
+            ``"true"``: on a GPU, those that share no memory may run at the same time. The second replay tries this: some forty
+            runs, from one state, after which all memory is as before. It is kept where each of them gave the same to the bit,
+            and faster; `explain` has the times, or why not. For whole steps on one GPU that draw no random numbers. The
+            recording may take 1.15 times the memory, or 32 MiB more; while it tries, also twice that of the tensors which the
+            call changes. What nodes touch is told by schemas of operators and by parameters of kernels: no two runs prove that.
 
     Returns:
         A `Recorded` with the signature of `fn`; of a module, the module itself. Results lie on the devices on which `fn` puts

@@ -459,6 +459,22 @@ def test_a_copy_of_a_graph_is_wired_anew(cuda_driver):
     assert cuda_driver.gone == [77, 9]
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_graph_that_was_launched_is_given_all_addresses(monkeypatch, fresh):
+    """Also those that it was captured with: it may have others by now."""
+    cell, put = ctypes.c_uint64(100), []
+    copy = SimpleNamespace(words=lambda: [cell], putter=lambda executable: lambda: put.append(cell.value) or 0)
+    monkeypatch.setattr(driver, "kind", lambda node: driver.KERNEL)
+    monkeypatch.setattr(driver, "_COPIES", {driver.KERNEL: lambda node: copy})
+    pointers = driver.Pointers(1, {5}, [100], fresh=fresh)
+    pointers.set([100])
+    assert put == ([] if fresh else [100])
+    pointers.set([200])
+    pointers.set([200])
+    assert put[-1:] == [200]
+    assert len(put) == 2 - fresh
+
+
 @pytest.mark.parametrize("fails", ["cuGraphRemoveDependencies_v2", "cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags"])
 def test_a_copy_that_cannot_be_wired_goes(cuda_driver, fails):
     cuda_driver.fails = fails
