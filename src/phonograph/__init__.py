@@ -13,7 +13,7 @@ from .python.whole_imports import whole
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import check, explain, live, prepare, record, report, reset, stats
+    from .api import check, check_graphs, explain, live, prepare, record, report, reset, stats
     from .control.branches import cond, switch
     from .control.loops import repeat, while_loop
     from .engine.recorded import Recorded
@@ -32,6 +32,7 @@ __all__ = [
     "Unrecordable",
     "__version__",
     "check",
+    "check_graphs",
     "cond",
     "explain",
     "live",

@@ -43,6 +43,7 @@ class Options:
     """After the check: names of parameters."""
     results: Any = field(default="stack", metadata=_OF_RECORD)
     """After the check: "stack" or "last", or a tuple of these, nested as the result is."""
+    edges: Literal["captured", "true"] = field(default="captured", metadata=_OF_RECORD)
     takes_turns: bool = field(default=False, metadata=_OURS)
     """Set by a schedule: several forwards will wait for their backwards at the same time."""
     is_part: bool = field(default=False, metadata=_OURS)
@@ -74,6 +75,7 @@ class Options:
         _one_of("fallback", self.fallback, ("auto", "live", "split", "error"))
         _one_of("outputs", self.outputs, ("keep", "borrow"))
         _one_of("keep", self.keep, ("pays", "always"))
+        _one_of("edges", self.edges, ("captured", "true"))
         if isinstance(self.shapes, Mapping):
             object.__setattr__(self, "shapes", tuple((name, _sizes(name, dims)) for name, dims in self.shapes.items()))
         elif not isinstance(self.shapes, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in self.shapes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._torch.skipped_frames import hide
-from .api import check, explain, live, prepare, record, report, reset, stats
+from .api import check, check_graphs, explain, live, prepare, record, report, reset, stats
 from .control.branches import cond, switch
 from .control.loops import repeat, while_loop
 from .engine.recorded import Recorded
@@ -21,6 +21,7 @@ __all__ = [
     "Stats",
     "Unrecordable",
     "check",
+    "check_graphs",
     "cond",
     "explain",
     "live",

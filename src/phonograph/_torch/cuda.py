@@ -27,6 +27,7 @@ __all__ = [
     "counts_by_capture",
     "current_device",
     "measure_outside_of_pools",
+    "occupy",
     "raw_alloc",
     "raw_free",
     "raw_stream",
@@ -177,6 +178,12 @@ def raw_alloc(nbytes: int, stream: int) -> int:
 
 raw_free: Callable[[int], None] = _c("_cuda_cudaCachingAllocator_raw_delete")
 """Give it back. (No function of Python's, whose start could be interrupted.)"""
+
+
+def occupy(cycles: int) -> None:
+    """Keep the current stream busy for so many cycles of its device; not at all where torch has no function for it."""
+    if (sleep := getattr(torch.cuda, "_sleep", None)) is not None:
+        sleep(cycles)
 
 
 def wait_for(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:

@@ -69,6 +69,9 @@ class Program(Protocol):
     waits: str
     """Why each run waits for the device; empty if it does not."""
 
+    edges: str
+    """Whether only those nodes of its graph wait for each other that have to, or why all do; empty if nobody has asked."""
+
     ran: int
     """How much of it had run where an exception has ended its last run: segments (of a tape: operators), counted from the
     beginning of the call. Who has read it sets it to 0."""
@@ -287,6 +290,7 @@ class Recording:
             *[f"reads {len(self.numbers)} numbers at its end, which it hands on"][: bool(self.numbers)],
             *sets,
             *[f"each replay waits for the device: {self.program.waits}"][: bool(self.program.waits)],
+            *[f"edges of its graph: {self.program.edges}"][: bool(self.program.edges)],
             f"footprint: {self.footprint.nbytes / (1 << 20):.3g} MiB; {relies}",
         ]
         return "\n  ".join(lines)

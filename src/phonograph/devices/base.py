@@ -51,6 +51,8 @@ class CapturePlan:
     """Bytes that the capture will need. They are reserved in one piece if the pool has less."""
     copied: float = 0
     """Bytes of results, at most, that each run copies to memory of the caller's own."""
+    true_edges: bool = False
+    """Nodes of its graph may run at the same time, where they share no memory."""
     rewind: Rewind | None = None
     """Random states that the forward of this backward has read, for recomputation."""
 

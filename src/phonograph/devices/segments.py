@@ -102,6 +102,7 @@ class Segments:
         first: Callable[[], str | None] = lambda: next(filter(None, (one() for one in amiss)), None)  # noqa: E731
         self.amiss = first if amiss else None
         self.waits: str = next(filter(None, (p.waits for p in programs)), "")
+        self.edges = ""
         self.own_generators: Sequence[torch.Generator] = list(dict.fromkeys(g for p in programs for g in p.own_generators))
         self.outs: tuple[torch.Tensor, ...] = ()
         self._dials_fit = True

@@ -85,6 +85,8 @@ class Terms:
     """State that the function carries from call to call, which is among the arguments."""
     following: Following | None = None
     """Numbers that change from call to call. It is told which of them cannot be followed."""
+    true_edges: bool = False
+    """What shares no memory may run at the same time."""
     concessions: Concessions = Concessions()
     digest: Callable[[], Digest] | None = None
     """Makes that in which the operators of the call are noted."""

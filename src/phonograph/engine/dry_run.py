@@ -153,6 +153,7 @@ class DryRun:
             releasable=release.places if release is not None else (),
             expected=self._request.terms.placement.expected,
             copied=most,
+            true_edges=self._request.terms.true_edges,
             rewind=backward.recompute.rewind if backward is not None else None,
         )
 

@@ -45,5 +45,6 @@ class Retrace:
         placement = replace(self.terms.placement, within=within)
         tracing = Tracing(device.torch_device) if self.traced else None
         return replace(
-            self.terms, placement=placement, tracing=tracing, following=Following.only(self.spots), digest=comparison
-        )
+            self.terms, placement=placement, tracing=tracing, following=Following.only(self.spots), digest=comparison,
+            true_edges=False,
+        )  # fmt: skip

@@ -171,7 +171,7 @@ def test_c19_help_shows_the_options():
     shown = inspect.signature(pg.record)
     assert list(shown.parameters) == [
         "fn", "warmup", "fallback", "outputs", "verify", "audit", "max_recordings", "max_bytes", "name", "keep", "split_at",
-        "shapes", "steps", "carry", "shared", "results",
+        "shapes", "steps", "carry", "shared", "results", "edges",
     ]  # fmt: skip
     assert "warmup: int = 1" in str(shown)
     assert "outputs: Literal['keep', 'borrow'] = 'keep'" in str(shown)

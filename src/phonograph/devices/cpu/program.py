@@ -56,7 +56,7 @@ class TapeProgram:
         self.footprint = footprint
         self.operators = len(steps)
         self.amiss: Callable[[], str | None] | None = None
-        self.waits = ""
+        self.waits = self.edges = ""
         self.own_generators: Sequence[torch.Generator] = ()
         self.owned = Spans()
         self.ran = self.shows = 0

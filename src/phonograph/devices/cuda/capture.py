@@ -7,6 +7,7 @@ in the middle. The allocator's history is how a recording learns its footprint.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,12 +35,15 @@ from ..host_reads import AS_MEMORY, ITEM, LISTED, NUMBERS, host_reads_refused, o
 from ..segments import Segments
 from ..slots import place_for
 from . import allocator as cuda_memory
+from . import driver
 from .capture_status import told_as_live
 from .capture_stream import CaptureStream
 from .dispatch import CudaWatch
 from .generators import GraphGenerators
 from .graphs import Graphs
 from .host_constants import Room, seen_from_the_host
+from .laned import LanedProgram, in_use, order_of
+from .places import Notebook
 from .private_pool import PrivatePool
 from .program import CheckedProgram, CommunicatingProgram, GraphProgram
 from .rnn_dropout import BUFFER, forgotten
@@ -63,9 +67,10 @@ class Capture:
 
     def __init__(
         self, plan: CapturePlan, stream: CaptureStream, memory: PrivatePool, generators: GraphGenerators, states: Known,
-        room: Room, before: list[cuda_memory.Block],
+        room: Room, before: list[cuda_memory.Block], once: float = math.inf,
     ) -> None:  # fmt: skip
-        """`room` is for constants. The pool was like this `before`."""
+        """`room` is for constants. The pool was like this `before`. Where edges are to be true, memory of results of up to so
+        many bytes is used `once`: 0 takes no more than a chain."""
         self._plan, self._stream, self._memory = plan, stream, memory
         self._states, self._room = states, room
         owned = Spans((b.address, b.nbytes) for b in before if not b.free)
@@ -85,6 +90,8 @@ class Capture:
         self.watch.captured, self.watch.bodies_here = self._graphs.nodes, self._graphs.bodies
         self.watch.launches, self.watch.words = partial(_launches, self._graphs, memory), self._graphs.words
         self.watch.known_states, self.watch.room = states, room
+        if plan.true_edges:
+            self.watch.notebook = Notebook(stream.index, self._graphs.nodes, stream.apart, once)
         self._result: Any = None
         self._copied: list[int] = []  # storages of results that each run copies
         self._surplus = 0
@@ -116,8 +123,8 @@ class Capture:
         """Where slots lie that are another recording's as well."""
         return Spans(memory_of(s) for s, c in zip(self._slots, self._common, strict=True) if c)
 
-    def captured(self, footprint: Spans) -> Captured:
-        """What it has come to, when it is over."""
+    def captured(self, footprint: Spans, allocated: Sequence[tuple[int, int]] = ()) -> Captured:
+        """What it has come to, when it is over. It has `allocated` this, in turn."""
         plan, watch = self._plan, self.watch
         _no_untraced(watch, footprint)
         made = {}
@@ -133,6 +140,12 @@ class Capture:
         self._graphs.segments[0].edges.slots = plan.fed(final)
         others = watch.others({storage_id(t) for t in leaving})
         program = self._program(footprint, others)
+        if plan.true_edges:
+            program.edges = f"as captured: {self._chain}"
+        if isinstance(program, LanedProgram):
+            there = [(s.data_ptr(), s.nbytes()) for ref in others if (s := ref()) is not None and s.device.type == "cuda"]
+            theirs = [(m.address, m.nbytes) for m in made.values()]
+            self._order(program, allocated, [*there, *theirs, *map(memory_of, plan.fed(self._slots))])
         return Captured(self._result, program, made, watch, self._slots, final, tuple(self._copied), others=others)
 
     def _program(self, footprint: Spans, others: Sequence[weakref.ref[torch.UntypedStorage]]) -> Program:
@@ -145,7 +158,7 @@ class Capture:
         if (watch.has_backward or self._plan.rewind is not None) and any(s.bodies.offset for s in graphs.segments):
             raise Refusal("draws random numbers in a branch or loop by what a tensor holds, and has a backward outside",
                           "record the whole step")  # fmt: skip
-        kind = CheckedProgram if awaits else CommunicatingProgram if watch.communicated else GraphProgram
+        kind = CheckedProgram if awaits else CommunicatingProgram if watch.communicated else self._plain
         kept = (self._memory.anchor, self._room if self._room else None, watch.workplaces)
         programs = [
             kind(segment, footprint, watch, kept, self._stream.index, self._plan.rewind,
@@ -165,6 +178,41 @@ class Capture:
         generators = [states.generators[0], *named_here]
         undone, checked = (watch.changed(), watch.device) if awaits else (watch.undone, None)
         return Segments(programs, parts, undone, generators, watch.operators, range(len(programs) + 1), len(parts), checked)
+
+    @property
+    def _plain(self) -> type[GraphProgram]:
+        """What a program is that does not wait: one in lanes, where that is wanted and all is known that this takes."""
+        return LanedProgram if self._plan.true_edges and not self._chain else GraphProgram
+
+    @property
+    def _chain(self) -> str:
+        """Why its graph cannot have other edges than it was captured with; empty if it can."""
+        watch, (first, *more) = self.watch, self._graphs.segments
+        reasons = {
+            "it waits for other ranks": watch.communicated,
+            "it runs in several graphs": more,
+            "it has branches or loops by what tensors hold": first.bodies.graphs,
+            "it was captured on several streams": self._graphs.others,
+            "it draws random numbers": first.drawn or first.lent or watch.sets_states or watch.own or watch.dropout is not None,
+            "its backward runs by itself": watch.has_backward or self._plan.rewind is not None,
+            "it checks values": watch.answers is not None and (watch.answers.kept or watch.answers.awaited is not None),
+        }
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+    def _order(self, program: LanedProgram, allocated: Sequence[tuple[int, int]], left: list[tuple[int, int]]) -> None:
+        """Let a program try the order that its graph may have, should that be worth it. What it leaves has to be the same."""
+        assert self.watch.notebook is not None
+        workspace = self._memory.anchor.workspace
+        others = [*map(memory_of, self._slots), *([workspace] if workspace is not None else []), *in_use(self._stream.index)]
+        if (noted := self.watch.notebook.noted(allocated)) is None:
+            program.edges = "as captured: another thread has allocated memory meanwhile"
+            return
+        try:
+            order = order_of(self._graphs.segments[0], noted, allocated, others)
+        except driver.DriverError as e:
+            program.edges = f"as captured: {e}"
+            return
+        program.tries(order, self.watch.changed(), left)
 
     def _small(self) -> dict[int, torch.UntypedStorage]:
         """The storages of the call's own results that nothing saves, if they have no more bytes in all than may be copied."""

@@ -76,6 +76,11 @@ class CaptureStream:
             with torch.cuda.stream(self._beside):
                 yield
 
+    @property
+    def apart(self) -> torch.cuda.Stream:
+        """That stream."""
+        return self._beside
+
     def in_turn(self) -> AbstractContextManager[object]:
         """The same for a capture of nothing. (One of somebody else's that is going on here must not hear of it.)"""
         return torch.cuda.stream(self.stream) if torch.cuda.is_current_stream_capturing() else self.on()

@@ -8,6 +8,7 @@ that graphs have (`private_pool.py`), live calls before a capture (`warm_up.py`)
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from .capture_stream import CaptureStream
 from .generators import GraphGenerators
 from .graphs import Graph
 from .host_constants import Room
+from .laned import largest_once, takes_too_much
 from .private_pool import PrivatePool
 from .value_checks import CudaChecks
 from .warm_up import WarmUps
@@ -54,6 +56,10 @@ _FAILURES = (
 )  # fmt: skip
 
 _FIRST_USES = ("cublasCreate(", "cusolverDnCreate(", "cusparseCreate(")  # of a library by a thread, which takes memory for it
+
+
+def _uses_once() -> Again:
+    return Again("would take too much memory if none of it was used again", "nothing", final=False)
 
 
 class _Ghost:
@@ -109,6 +115,7 @@ class CudaDevice:
         self._warm_ups = WarmUps(self._stream, self._memory, self.pool)
         self._held_up = False  # recordings have gone, and somebody holds an output of theirs
         self._checks = CudaChecks(torch_device)
+        self._once = math.inf  # bytes of results whose memory the next capture uses once, for true edges
         self._room = 0  # bytes that the constants of the next recording may need
         # Bound here, so that a replay goes through no more calls than it has to.
         self.is_current, self.enter, self.joining = self._stream.is_current, self._stream.enter, self._stream.joining
@@ -125,6 +132,7 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def capture(self, plan: CapturePlan) -> Captured:
+        once, self._once = self._once, math.inf
         states = self._generators.told(plan.reach)
         self._warm_ups.leave_backwards()
         self._warm_ups.release_cached()
@@ -138,7 +146,7 @@ class CudaDevice:
             made_room = memory.make_room(plan.expected)
             before = cuda_memory.blocks(memory.handle) if held is None or made_room else held.there
             with memory.allocations() as allocated:
-                capture = Capture(plan, self._stream, memory, self._generators, states, room, before)
+                capture = Capture(plan, self._stream, memory, self._generators, states, room, before, once)
                 capture.looks_at(self._checks.answers())
                 if held is not None:
                     capture.watch.give_back = held.give_back
@@ -147,12 +155,25 @@ class CudaDevice:
                 except Again:
                     self._room = room.wanted
                     raise
+                except torch.OutOfMemoryError:
+                    if not once or capture.watch.notebook is None:
+                        raise
+                    self._once = 0
+                    raise _uses_once() from None
+                finally:
+                    if capture.watch.notebook is not None:
+                        capture.watch.notebook.release()
                 memory.end_workspace()
                 room.fill()
+            if (notebook := capture.watch.notebook) is not None:
+                notebook.close()
+                if once and takes_too_much(notebook, allocated):
+                    self._once = largest_once(notebook, allocated) if once == math.inf else 0
+                    raise _uses_once()
             if capture.watch.refusal is not None:
                 raise capture.watch.refusal
             footprint = memory.footprint(allocated, before) | capture.in_common
-        return capture.captured(footprint)
+        return capture.captured(footprint, allocated)
 
     def _room_for_constants(self) -> Room:
         """Memory for the constants of the next recording. It is no part of the pool, and is given back where there are none."""

@@ -70,6 +70,7 @@ from . import rnn_dropout as cuda_dropout
 from .bodies import Bodies
 from .fixed_values import Versions, Watched
 from .host_constants import Room, given, moves
+from .places import Notebook
 from .random_states import DrawsWatch
 from .statuses import CONSISTING, LOOKS, TOLD, check_of, indices_of, looks, stops_by_values
 from .value_checks import Answers
@@ -122,6 +123,7 @@ class CudaWatch(DrawsWatch):
         super().__init__(device, reach, slots, borrowed, generators, lent, rewind)
         self._thread = threading.get_ident()
         self._performing = 0  # operators that run within each other
+        self.notebook: Notebook | None = None  # of what each operator touches, if somebody wants to know
         self._free = free  # what was free in the pool before: a tensor that lies there is the call's own
         self._stream = stream
         self.streams: dict[int, torch.cuda.Stream] = {}  # others on which something was captured
@@ -447,10 +449,13 @@ class CudaWatch(DrawsWatch):
             func, args, kwargs = given(self.room, func, m, args, kwargs)
         self.numbered_apart = self.numbered_apart or (torch.is_grad_enabled() and _differentiates_apart(self._thread))
         self._performing += 1
+        begun = self.notebook.begin() if self.notebook is not None else None
         try:
             out: Any = super().perform(func, m, args, kwargs)
         finally:
             self._performing -= 1
+        if self.notebook is not None and begun is not None:
+            self.notebook.end(func, args, kwargs, out, begun)
         if m.name == _SEEDED:
             self.elsewhere |= {storage_id(t) for t in out[_SEEDS]}
         if m.name == "aten::to" and self.states.knows(args[0]) and out is not args[0]:

@@ -21,8 +21,8 @@ from ..._torch.dynamic import Private
 
 __all__ = ["KERNEL", "DriverError", "Event", "KernelNumbers", "Launch", "Pointers", "capture_nothing", "captured_graph",
            "captured_nodes", "checked", "context", "counting", "disable", "function", "is_capturing", "kernel_name", "kind",
-           "launch_of", "launcher", "library", "new_stream", "nodes", "parameters", "set_context", "unsafe_calls",
-           "waits_for", "words_of"]  # fmt: skip
+           "launch_of", "launcher", "library", "new_stream", "nodes", "parameters", "range_of", "set_context",
+           "unsafe_calls", "waits_for", "words_anywhere", "words_of"]  # fmt: skip
 
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _WORD = 8  # bytes of an address
@@ -154,7 +154,11 @@ def nodes(graph: int | None) -> list[int]:
     return [n for n in nodes if n is not None]
 
 
-KERNEL, _MEMCPY = 0, 1  # CUgraphNodeType
+KERNEL, _MEMCPY, _MEMSET = 0, 1, 2  # CUgraphNodeType
+_EXTRA = (1, 2)  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
+_EMPTY = 5
+_BY_ADDRESS = (2, 4)  # CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_UNIFIED
+_RANGE_START, _RANGE_SIZE = 11, 12  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, ..._RANGE_SIZE
 
 
 def kind(node: int) -> int:
@@ -232,6 +236,15 @@ class _Memcpy3D(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Memset(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS."""
+
+    _fields_ = (
+        ("dst", ctypes.c_uint64), ("pitch", ctypes.c_size_t), ("value", ctypes.c_uint), ("element", ctypes.c_uint),
+        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    )  # fmt: skip
+
+
 class _Memcpy:
     """One memcpy node of a graph."""
 
@@ -240,6 +253,11 @@ class _Memcpy:
         self._node = node
         get = function("cuGraphMemcpyNodeGetParams", ctypes.c_void_p, ctypes.c_void_p)
         checked(get(node, ctypes.byref(self._params)), "cuGraphMemcpyNodeGetParams")
+
+    @property
+    def by_address(self) -> bool:
+        """Whether both ends are addresses."""
+        return self._params.srcKind in _BY_ADDRESS and self._params.dstKind in _BY_ADDRESS
 
     def words(self) -> list[Private]:
         """Both addresses."""
@@ -302,6 +320,48 @@ def words_of(node: int) -> list[int]:
     """What a kernel or a copy is given, in words of 8 bytes: all addresses are among them, but those that lie in memory."""
     found = _Kernel(node).words() if kind(node) == KERNEL else _Memcpy(node).words() if kind(node) == _MEMCPY else []
     return [word.value for word in found]
+
+
+def words_anywhere(node: int) -> list[int] | None:
+    """All that may be an address in what a node is given, in structures without gaps too; None where the driver does not tell
+    what it is given, or that need not be all: of a function of the host's, or of another graph."""
+    sort = kind(node)
+    if sort == KERNEL:
+        buffers = [b.raw for b in _Kernel(node).buffers] or _in_one_piece(node)
+        starts = ((raw, start) for raw in buffers for start in range(0, len(raw) - _WORD + 1, _WORD // 2))
+        return [int.from_bytes(raw[i : i + _WORD], sys.byteorder) for raw, i in starts] if buffers else None
+    if sort == _MEMCPY:
+        copy = _Memcpy(node)
+        return [word.value for word in copy.words()] if copy.by_address else None
+    if sort == _MEMSET:
+        params = _Memset()
+        get = function("cuGraphMemsetNodeGetParams", ctypes.c_void_p, ctypes.c_void_p)
+        return [params.dst] if get(node, ctypes.byref(params)) == 0 else None
+    return [] if sort == _EMPTY else None
+
+
+def _in_one_piece(node: int) -> list[bytes]:
+    """The parameters of a kernel that was given them so (`extra` of `cuLaunchKernel`): nobody knows the single ones."""
+    params = _KernelParams()
+    get = function("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p, ctypes.c_void_p)
+    if get(node, ctypes.byref(params)) or params.params or not params.extra:
+        return []
+    row, found = ctypes.cast(params.extra, ctypes.POINTER(ctypes.c_void_p)), dict[int, int]()
+    for at in range(0, 2 * len(_EXTRA), 2):
+        if not row[at] or row[at] not in _EXTRA:
+            break
+        found[row[at]] = row[at + 1] or 0
+    start, size = (found.get(what, 0) for what in _EXTRA)
+    return [ctypes.string_at(start, ctypes.c_size_t.from_address(size).value)] if start and size else []
+
+
+def range_of(address: int) -> tuple[int, int] | None:
+    """What the driver has given in one piece, where an address lies in it (address, bytes); None if it lies in nothing."""
+    ask = function("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    start, size = ctypes.c_uint64(0), ctypes.c_size_t(0)
+    if ask(ctypes.byref(start), _RANGE_START, address) or ask(ctypes.byref(size), _RANGE_SIZE, address) or not size.value:
+        return None
+    return start.value, size.value
 
 
 def kernel_name(node: int) -> bytes:
@@ -447,8 +507,9 @@ class Pointers:
     """Places in the parameters of some copies in an instantiated graph that hold given addresses, to be set anew before
     each launch. That is how a graph copies from, and to, other memory each time without a copy outside of it."""
 
-    def __init__(self, graph_exec: int, nodes: Set[int], addresses: Sequence[int]) -> None:
-        """Raises `DriverError` where the addresses cannot all be found, each for itself."""
+    def __init__(self, graph_exec: int, nodes: Set[int], addresses: Sequence[int], *, fresh: bool = True) -> None:
+        """Raises `DriverError` where the addresses cannot all be found, each for itself. A graph that was launched before is
+        not `fresh`: it may have others by now."""
         self._copies = [_COPIES[sort](node) for node in nodes if (sort := kind(node)) in _COPIES]
         index = {address: i for i, address in enumerate(addresses)}
         # Of each copy: where its parameters hold which of the addresses, and what puts them into the graph.
@@ -459,7 +520,8 @@ class Pointers:
         found = {i for cells, _ in self._places for _, i in cells}
         if not len(found) == len(addresses) == len(index) or len(self._copies) != len(nodes):
             raise DriverError("the copies at the edges of the graph are not what they were expected to be")
-        self._last, self._unknown = [*addresses], [0] * len(addresses)
+        self._unknown = [0] * len(addresses)
+        self._last = [*addresses] if fresh else self._unknown
 
     def set(self, addresses: list[int]) -> None:
         """In the order of those given when this was made. About 0.8 us for a copy, 1.8 us for several small ones, where one of

@@ -36,9 +36,14 @@ from .dispatch import CudaWatch
 from .graph_work import work_of
 from .graphs import Graph, Segment
 
-__all__ = ["CheckedProgram", "CommunicatingProgram", "GraphProgram"]
+__all__ = ["CheckedProgram", "CommunicatingProgram", "GraphProgram", "has_context"]
 
 _thread = threading.local()
+
+
+def has_context() -> bool:
+    """Whether this thread has used CUDA."""
+    return hasattr(_thread, "has_context")
 
 
 class GraphProgram:
@@ -51,6 +56,7 @@ class GraphProgram:
         self._launched = torch.cuda.Event()
         self.footprint = footprint
         self.operators = watch.operators
+        self.edges = ""
         self.ran = self.shows = 0
         self.owned = Spans()
         self._graph: Graph | None = graph
@@ -59,6 +65,7 @@ class GraphProgram:
         graph.instantiate()
         self._stream = -1
         self._launch: Callable[[], int] = int  # on that stream
+        self._given: Mapping[float, float] = {}  # the numbers that it has now
         self._states = Known(segment.drawn, segment.lent)
         self._dropout = watch.dropout
         self.amiss = self._look if self._states.may_mix or self._dropout is not None else None
@@ -82,12 +89,22 @@ class GraphProgram:
         self._new: list[Callable[[], torch.Tensor]] = []
         self._fill = Fill(edges.slots)
         self._context = driver.context()
+        self._ends, self._addresses = edges.nodes, edges.addresses  # the copies there
+        self._use(graph.raw_cuda_graph_exec())
+
+    def _use(self, executable: int, node: Callable[[int], int] = int, *, fresh: bool = True) -> None:
+        """Launch this from now on. It is made of a graph whose `node` is told by the captured one, and is `fresh` if it was
+        never launched."""
+        self._executable, self._node = executable, node
+        self._stream, self._numbers = -1, None
         self._pointers: driver.Pointers | None = None
-        if edges.nodes:
+        ends = {*map(node, self._ends)}
+        if ends:
             try:
-                self._pointers = driver.Pointers(graph.raw_cuda_graph_exec(), edges.nodes, edges.addresses)
+                self._pointers = driver.Pointers(executable, ends, self._addresses, fresh=fresh)
             except driver.DriverError:
-                driver.disable(graph.raw_cuda_graph_exec(), edges.nodes)
+                driver.disable(executable, ends)
+        self.set_numbers(self._given)
 
     def _look(self) -> str | None:
         if self._states.may_mix and self._states.mixed():
@@ -153,7 +170,7 @@ class GraphProgram:
         if self._graph is None:
             raise RuntimeError("this recording was closed while it was played, because a process group has ended")
         self._stream = raw_stream(self._device)
-        self._launch = driver.launcher(self._graph.raw_cuda_graph_exec(), self._stream)
+        self._launch = driver.launcher(self._executable, self._stream)
         return self._launch
 
     def _go_random(self) -> None:
@@ -208,10 +225,10 @@ class GraphProgram:
     def set_numbers(self, numbers: Mapping[float, float]) -> Set[float]:
         if not numbers:
             return frozenset()
-        assert self._graph is not None
         if self._numbers is None:
-            self._numbers = driver.KernelNumbers(self._graph.raw_cuda_graph_exec(), self._steps, numbers)
+            self._numbers = driver.KernelNumbers(self._executable, {*map(self._node, self._steps)}, numbers)
         self._numbers.set(numbers)
+        self._given = numbers
         return self._numbers.found
 
     def holds(self, numbers: Set[float]) -> bool:

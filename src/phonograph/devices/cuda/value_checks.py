@@ -131,6 +131,8 @@ class Answers:
     def __init__(self, page: CudaChecks) -> None:
         self._page = page
         self.new: list[tuple[Check, torch.Tensor]] = []
+        self.kept = False
+        """Whether a graph leaves some on the page."""
         self.awaited: Awaited | None = None
         """Those for which each run waits, once they are kept."""
 
@@ -141,6 +143,7 @@ class Answers:
     def keep(self) -> None:
         """To be captured: what each run does with the answers."""
         new, self.new = self.new, []
+        self.kept = True
         late, awaited = [one for one in new if not one[0].awaited], [one for one in new if one[0].awaited]
         with torch.inference_mode(False), torch.no_grad():
             if late:

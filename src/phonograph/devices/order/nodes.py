@@ -29,6 +29,8 @@ class Node(NamedTuple):
     writes: Spans = Spans()
     everything: bool = False
     """Whether it may read and write any memory, because nobody knows what it does."""
+    nbytes: int = 0
+    """How much its operator is given and gives: its time goes by that. (A workspace is mostly not used as a whole.)"""
 
     @property
     def idle(self) -> bool:
