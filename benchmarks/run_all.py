@@ -20,6 +20,7 @@ SCRIPTS = (
     "audits",
     "reading_programs",
     "ppo_update",
+    "true_edges",
     "digits_cpu",
     "bitwise",
     "loss_curves",

@@ -109,10 +109,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int = 4, wide: int = 128, words: int = 512, length: int = 64) -> None:
+    def __init__(self, layers: int = 4, wide: int = 128, words: int = 512, length: int = 64, heads: int = 4) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(words, wide), nn.Embedding(length, wide)
-        self.blocks, self.ln_f = nn.ModuleList([Block(wide, 4) for _ in range(layers)]), nn.LayerNorm(wide)
+        self.blocks, self.ln_f = nn.ModuleList([Block(wide, heads) for _ in range(layers)]), nn.LayerNorm(wide)
         self.head = nn.Linear(wide, words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

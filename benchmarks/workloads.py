@@ -30,7 +30,7 @@ class Training:
         return itertools.cycle(self.batches)
 
 
-def _training(
+def training(
     model: nn.Module, loss_of: Callable[..., Tensor], batches: list[Any], beside: Callable[..., Any] = plain, **options: Any
 ) -> Training:
     """`beside` makes the optimizer's step faster, `options` are the optimizer's."""
@@ -64,7 +64,7 @@ def gpt2(device: str, wrap: Wrap = plain, **optimizer_options: Any) -> Training:
     def loss_of(tokens: Tensor) -> Tensor:
         return called(input_ids=tokens, labels=tokens, attention_mask=seen).loss
 
-    return _training(model, loss_of, batches, **optimizer_options)
+    return training(model, loss_of, batches, **optimizer_options)
 
 
 def resnet50(device: str, wrap: Wrap = plain, **optimizer_options: Any) -> Training:
@@ -93,7 +93,7 @@ def _images(name: str, most: int, device: str, wrap: Wrap, **optimizer_options: 
         images = torch.randn(rows, 3, side, side, device=device).to(memory_format=torch.channels_last)
         return images, torch.randint(1000, (rows,), device=device)
 
-    return _training(model, loss_of, [batch() for _ in range(8)], **optimizer_options)
+    return training(model, loss_of, [batch() for _ in range(8)], **optimizer_options)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ SCRIPTS = {
     "tiny_kernels": (), "digits_cpu": (), "ppo_update": (), "pairs": ("--only", "PPO"), "plain_adam": ("--only", "PPO"),
     "loss_curves": (), "llama_decode": (), "control_flow_uses": ("--only", "toy", "ppo", "scaler"),
     "host_time": ("--only", "13 parameters", "8 tiny kernels", "a written argument"),
+    "true_edges": ("--only", "PPO", "SAC", "world model"),
 }  # fmt: skip
 """The quickest, and their arguments."""
 NEEDS = {"llama_decode": "transformers"}
