@@ -18,7 +18,7 @@ import torch
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Args, Kwargs
-from .._torch.operators import FUNCTIONS
+from .._torch.operators import called_at
 from ..capture.dispatch import OperatorWatch
 from ..guards.followed_numbers import reader
 from ..python.standing import standing
@@ -46,19 +46,19 @@ def sizes_relied_on(watch: OperatorWatch) -> Iterator[None]:
 
         return rely
 
-    places = [(module, name) for module in FUNCTIONS for name in (*_LAYERS, _PADS) if hasattr(module, name)]
-    own = [vars(module).get(name) for module, name in places]
+    places = [(name, *place) for name in (*_LAYERS, _PADS) for place in called_at(name)]
+    own = [vars(holder).get(attribute) for _, holder, attribute in places]
 
     def undo() -> None:
-        for (module, name), before in zip(places, own, strict=True):
+        for (_, holder, attribute), before in zip(places, own, strict=True):
             if before is not None:
-                setattr(module, name, before)
-            elif name in vars(module):
-                delattr(module, name)  # one that it finds elsewhere
+                setattr(holder, attribute, before)
+            elif attribute in vars(holder):
+                delattr(holder, attribute)  # one that it finds elsewhere
 
     with standing(undo):
-        for module, name in places:
-            setattr(module, name, relying(name, getattr(module, name)))
+        for name, holder, attribute in places:
+            setattr(holder, attribute, relying(name, getattr(holder, attribute)))
         yield
 
 
