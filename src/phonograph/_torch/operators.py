@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FrameType, MethodDescriptorType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.backends.mha
@@ -17,11 +18,11 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from .functions import _c
 
 __all__ = [
-    "FUNCTIONS",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
     "bindings",
+    "called_at",
     "calls_higher_order",
     "calls_others",
     "carried_out",
@@ -32,8 +33,15 @@ __all__ = [
     "numbers_in_place_of_tensors",
 ]
 
-FUNCTIONS = [space for space in (torch, getattr(torch, "_VF", None)) if space is not None]
-"""Modules in which code finds functions in C: people's, and that of torch's own layers."""
+
+@functools.cache
+def called_at(name: str) -> Sequence[tuple[Any, str]]:
+    """Where Python code finds what calls operators of this name: objects, and what that is called there. They are modules,
+    people's and that of torch's own layers, and what is in `torch.ops`."""
+    modules = [(module, name) for module in (torch, getattr(torch, "_VF", None)) if hasattr(module, name)]
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [packet, *(getattr(packet, overload) for overload in packet.overloads())]
+    return modules + [(one, "_op") for one in overloads if hasattr(one, "_op")]
 
 
 def bindings(name: str, *, out: bool) -> list[Callable[..., object]]:

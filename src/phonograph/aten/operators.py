@@ -385,6 +385,12 @@ def reads_value(name: str = _READS_NUMBER, said: Callable[[str], str] = source_o
     return _of_values(Refusal(f"{reader} reads a tensor's value on the host", next(there, otherwise)))
 
 
+def brings_to_host(name: str) -> Refusal:
+    """The refusal of an operator of this name that copies a tensor of a GPU's to the host."""
+    return _of_values(Refusal(f"{source_of(name)} copies a tensor from the GPU to the CPU",
+                              "return the tensor, and copy it outside the recorded function"))  # fmt: skip
+
+
 def _of_values(refusal: Refusal) -> Refusal:
     refusal.of_values = True
     return refusal

@@ -73,6 +73,7 @@ class Call(NamedTuple):
     borrowed: borrowed outputs among the tensors, by index.
     containers: containers that were flattened, outer ones first.
     numbers: indices of leaves that are followed numbers, whose values are not in the key.
+    texts: likewise of strings that the call is not to read.
     """
 
     key: Key
@@ -85,6 +86,7 @@ class Call(NamedTuple):
     borrowed: dict[int, Borrowed] = {}  # noqa: RUF012 - the default is never written
     containers: Sequence[Any] = ()
     numbers: tuple[int, ...] = ()
+    texts: tuple[int, ...] = ()
 
     def borrowed_within(self, spans: Spans) -> list[int]:
         """Indices of tensors that are borrowed outputs in this memory."""
@@ -110,7 +112,7 @@ def describe(
         args, kwargs: the arguments.
         naming: names an argument in messages.
         recurring: objects that come again and again, which are not flattened: their identities are in the key.
-        followed: (nesting, index of a leaf) of numbers whose values are not in the key.
+        followed: (nesting, index of a leaf) of numbers and strings whose values are not in the key.
 
     Raises:
         NoSignature: an argument cannot be described. The call can still run live.
@@ -155,6 +157,7 @@ def _described(
     numbers: dict[int, int] = {}
     keys: list[object] = []
     given: list[int] = []
+    texts: list[int] = []
     standing, at = recurring.standing, -1
     try:
         for at, leaf in enumerate(leaves):
@@ -176,6 +179,9 @@ def _described(
             elif followed and (shape, at) in followed and base_of(type(leaf)) is not None:
                 keys.append((type(leaf),))  # for any number of that kind
                 given.append(at)
+            elif followed and type(leaf) is str and (shape, at) in followed:
+                keys.append((str,))
+                texts.append(at)
             else:
                 keys.append(recurring.counted(argument_key(leaf)))
         at = -1
@@ -192,8 +198,9 @@ def _described(
     if len({*apart}) < len(apart):  # the function may test `q is k`
         raise NoSignature("takes a tensor that consists of parts twice", "pass x.clone()")
     return Call(
-        key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), borrowed, containers, tuple(given)
-    )
+        key, shape, leaves, tensors, tuple(places), (args, dict(kwargs)), tuple(again), borrowed, containers, tuple(given),
+        tuple(texts),
+    )  # fmt: skip
 
 
 def stands_in(key: tuple[Any, ...], identities: Container[int]) -> bool:

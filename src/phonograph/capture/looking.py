@@ -22,7 +22,6 @@ from ..call.signature import Call
 from ..errors import Again, Elsewhere, Refusal, Unseen
 from ..guards.reachable import Reach
 from ..python.origin import users_frame
-from ..values.wording import source_of
 from .dispatch import OperatorWatch
 from .effects import SCHEDULER, Starts
 from .notes import Note
@@ -154,8 +153,7 @@ class LookingWatch(OperatorWatch):
     def _see(self, m: operators.Meaning, args: Any, kwargs: Any, note: Note) -> None:
         super()._see(m, args, kwargs, note)
         if m.copies and copies_to_host(m, args, kwargs) and any(not t.is_cpu for t in note.tensors):
-            raise Refusal(f"{source_of(m.name)} copies a tensor from the GPU to the CPU",
-                          "return the tensor, and copy it outside the recorded function")  # fmt: skip
+            raise operators.brings_to_host(m.name)
 
     def frames(self) -> Starts:
         return {**super().frames(), "step": [(_SCHEDULES, lambda frame: True, SCHEDULER)]}

@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Args, Kwargs
-from .._torch.operators import FUNCTIONS
+from .._torch.operators import called_at
 from ..capture.dispatch import OperatorWatch
 from ..guards.followed_numbers import reader
 from ..python.standing import exchanged
@@ -34,7 +34,7 @@ def sizes_relied_on(watch: OperatorWatch) -> Iterator[None]:
     """During the block, what reads such sizes is refused unless they are the same in each replay."""
     mine = threading.get_ident()
 
-    def relying(name: str, run: Callable[..., object]) -> Callable[..., object]:
+    def relying(name: str, _: str, run: Callable[..., object]) -> Callable[..., object]:
         @wraps(run)
         def rely(*args: Any, **kwargs: Any) -> object:
             sizes, concerned = _sizes(name, args, kwargs), threading.get_ident() == mine or on_thread_of_autograds()
@@ -46,8 +46,9 @@ def sizes_relied_on(watch: OperatorWatch) -> Iterator[None]:
 
         return rely
 
-    places = [(module, name) for module in FUNCTIONS for name in (*_LAYERS, _PADS) if hasattr(module, name)]
-    with exchanged(places, relying):
+    with ExitStack() as stack:
+        for name in (*_LAYERS, _PADS):
+            stack.enter_context(exchanged(called_at(name), partial(relying, name)))
         yield
 
 

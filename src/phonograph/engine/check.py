@@ -30,7 +30,7 @@ from .contained import Contained
 from .describer import Describer
 from .findings import Findings, Obstacle
 from .look import Look, look_at
-from .novel_signatures import difference, ever_new, numbers_that_differ
+from .novel_signatures import difference, ever_new, values_that_differ
 from .recorded import Recorded
 
 __all__ = ["Checking", "check"]
@@ -270,7 +270,7 @@ class _Differs:
         named = self._describer.named()
         i = next(iter(differing(last.key, call) or ()), None)
         how = difference(last.key, call, lambda path: named((*at, *path[2:])))
-        if numbers_that_differ(last.key, call):
+        if values_that_differ(last.key, call):
             if i is not None and type(call.leaves[i]) is float:
                 return  # it is followed, mostly
             self._numbers.add(how)

@@ -37,7 +37,7 @@ from ..errors import NotPutBack, Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
 from ..guards.carried_state import Carried, Carries, tensors_in
-from ..guards.followed_numbers import guarding
+from ..guards.followed_numbers import Fixed, guarding
 from ..guards.hyperparameters import Dials
 from ..guards.reachable import Reach
 from ..python.executed_code import Ran
@@ -51,6 +51,7 @@ from ..slots.fed_gradients import hands_on
 from ..values.container_edits import Edit
 from ..values.host_scalars import Numeral, without
 from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten
+from ..values.pytree_paths import attributes_of
 from ..values.tensor_subclasses import storages
 from ..values.wording import MARKED, failure, first_line, innermost, naming
 from ..values.wording import operator as written
@@ -82,6 +83,14 @@ class _Effects(NamedTuple):
     """Arguments that have gained a gradient."""
     turned: tuple[int, ...]
     """Arguments that require a gradient now."""
+
+
+class _Text(NamedTuple):
+    """A string among the arguments: the leaf at this place, an attribute of an object."""
+
+    place: int
+    of: object
+    name: str
 
 
 class DryRun:
@@ -197,6 +206,7 @@ class DryRun:
         pairs = zip(given, request.call.tensors, strict=True)
         watch.histories.end_there([t for t, theirs in pairs if t.requires_grad and theirs.grad_fn is not None])
         arguments = Arguments(request.call, leaves, seen)
+        texts = self._texts(arguments)
         modes_before, by_name = modes(), dict(arguments.kwargs)
         self._stand_ins.callback(request.terms.carried.stand(by_name))
         watch.stood_in()
@@ -204,6 +214,7 @@ class DryRun:
         result, state, listener = self._call(arguments.args, by_name, watch)
         apart = self._dials.left()
         result, effects = self._with_effects(result, arguments, found, watch, listener)
+        _none_read(texts, effects.known)
         wait_for_all(_leaves_of(result))  # only then each is known for what it is
         result, read, later, reckoned = without(result, {*map(identity, arguments.built)}, apart)
         del apart
@@ -282,6 +293,22 @@ class DryRun:
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
         return leaves
+
+    def _texts(self, arguments: Arguments) -> list[_Text]:
+        """The strings that the call is not to read, which is noted from now on. (An audit notes nothing.)
+
+        Raises:
+            Fixed: that cannot be noted.
+        """
+        call, audits = self._request.call, self._request.terms.placement.within is not None
+        if not call.texts or audits:
+            return []
+        if self._reads is None:
+            raise Fixed(texts=call.texts)
+        owners = attributes_of(call.shape)
+        texts = [_Text(at, arguments.built[owner[0]], owner[1]) for at in call.texts if (owner := owners[at]) is not None]
+        self._reads.also([text.of for text in texts])
+        return texts
 
     def _call(
         self, args: Sequence[object], kwargs: dict[str, object], watch: OperatorWatch
@@ -440,6 +467,19 @@ class DryRun:
         staying = {key for g in self._prepared.grads.read() if g is not None for key in storages(g)}
         tensors = _tensors_in(_leaves_of(result))
         return [t for t in tensors if _is_plain(t) and storage_id(t) not in staying]
+
+
+def _none_read(texts: Sequence[_Text], ran: Ran | None) -> None:
+    """Whether the call has read none of these.
+
+    Raises:
+        Fixed: it may have read some.
+    """
+    reads = ran.reads if ran is not None else None
+    names = [(text, reads.names(text.of) if reads is not None else None) for text in texts]
+    read = [text.place for text, found in names if found is None or text.name in found]
+    if read:
+        raise Fixed(texts=read)
 
 
 def _may_change_gradients(ran: Iterable[CodeType], reach: Reach) -> bool:

@@ -93,7 +93,7 @@ class KnownCall:
     def of(call: Call, players: list[Player], state: Entangled, history: History | None) -> KnownCall | None:
         """For this call's signature, or None where it takes more to recognise one, or to play it: where it may be that the call
         has to be begun again, or has to be refused."""
-        if call.borrowed or call.again or call.numbers or any(type(t) is not torch.Tensor for t in call.tensors):
+        if call.borrowed or call.again or call.numbers or call.texts or any(type(t) is not torch.Tensor for t in call.tensors):
             return None
         if any(player.half_attached(call) or _needs_arguments(player) for player in players):
             return None

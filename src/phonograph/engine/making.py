@@ -280,7 +280,8 @@ class Maker:
         live from now on, or because something was not seen to run there."""
         capture, describer = history.capture, self._describer
         if isinstance(refusal, Fixed):
-            describer.following.fix((call.shape, call.numbers[i]) for i in refusal.numbers)
+            places = *(call.numbers[i] for i in refusal.numbers), *refusal.texts
+            describer.following.fix((call.shape, at) for at in places)
             return True
         if isinstance(refusal, Elsewhere) and capture.device is None and not call.tensors:
             capture.device = refusal.device

@@ -14,10 +14,10 @@ from ..guards.followed_numbers import Following
 from ..python.origin import users_line
 from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
-from ..values.pytree_paths import parting, path_to
+from ..values.pytree_paths import attributes_of, parting, path_to
 from ..values.wording import Naming
 
-__all__ = ["Novelty", "difference", "ever_new", "numbers_that_differ"]
+__all__ = ["Novelty", "difference", "ever_new", "values_that_differ"]
 
 
 _UNREPEATED = 64  # signatures that never come again...
@@ -47,7 +47,7 @@ class Novelty:
         self._unrepeated += 1
         last = self._last_like(call)
         self._differs = difference(last, call, naming) if last is not None else ""
-        following.want_arguments(numbers_that_differ(last, call))
+        following.want_arguments(values_that_differ(last, call))
         if calls - self._counted_from > _NEARLY * max(self._unrepeated, _UNREPEATED):
             self._unrepeated, self._counted_from = 1, calls
         if self._unrepeated <= _UNREPEATED or not self._differs:
@@ -102,13 +102,14 @@ def difference(key: Key, call: Call, naming: Callable[[Sequence[Any]], str]) -> 
     return f"another length or structure of `{naming(way)}`" if len(way) > 1 else "arguments of another structure"
 
 
-def numbers_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, int]]:
-    """The places of numbers, if a call differs from one with that key by numbers alone."""
+def values_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, int]]:
+    """The places of numbers, and of strings in attributes, if a call differs from one with that key by these alone."""
     if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
         return []
     differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
-    numbers = all(_is_number(x) for _, *both in differing for x in both)
-    return [(call.shape, i) for i, *_ in differing] if numbers else []
+    texts = _texts(call.key)
+    followed = all(_is_number(x) or i in texts for i, *both in differing for x in both)
+    return [(call.shape, i) for i, *_ in differing] if followed else []
 
 
 def _is_number(leaf: object) -> bool:
@@ -116,6 +117,14 @@ def _is_number(leaf: object) -> bool:
     return type(leaf) is tuple and 1 < len(leaf) <= _OF_NUMPY and base_of(leaf[0]) is not None
 
 
+def _texts(key: Key) -> set[int]:
+    """The places of strings that are attributes of objects: perhaps nobody reads them."""
+    strings = [i for i, leaf in enumerate(key[1]) if type(leaf) is tuple and leaf[0] is str]
+    owners = attributes_of(key[0]) if strings else ()
+    return {i for i in strings if owners[i] is not None}
+
+
 def _but_for_numbers(key: Key) -> object:
+    texts = _texts(key)
     shape, leaves, *rest = key
-    return shape, tuple([leaf[:1] if _is_number(leaf) else leaf for leaf in leaves]), *rest
+    return shape, tuple([leaf[:1] if _is_number(leaf) or i in texts else leaf for i, leaf in enumerate(leaves)]), *rest

@@ -178,11 +178,14 @@ class Recorded(Parts, Generic[P, R]):
 
     def _count_free(self, refusal: Refusal) -> None:
         """Count a live call whose reason was reported before."""
-        counters = self._counters
+        counters, reason = self._counters, refusal.reason
         counters.calls += 1
         counters.live += 1
-        counters.untried += not refusal.measures
-        counters.ran_live(refusal.reason, measures=refusal.measures)
+        if refusal.measures:
+            counters.timed += 1
+        else:
+            counters.untried += 1
+            counters.refusals[reason] = counters.refusals.get(reason, 0) + 1
         if self._steps:
             optimizers.stepped(self._function)
 

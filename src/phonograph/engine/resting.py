@@ -18,7 +18,8 @@ from ..guards import module_epochs
 __all__ = ["Rest"]
 
 _ROW = 8  # calls in a row that were looked at and ran live, before any is let pass
-_PAUSE = 15  # calls at most that are let pass, or one less in turn: kinds that take turns are all looked at some time
+_PAUSE = 15  # calls at most that are let pass, or one less in turn: kinds that take turns are all looked at some time...
+_LONG_ROW, _LONG_PAUSE = 64, 63  # ...and after so many that were looked at: about a thousand calls, none of which was recorded
 
 
 class Rest:
@@ -48,8 +49,9 @@ class Rest:
         self._row += 1
         if self._row >= _ROW:
             self.refusal, self._epoch, self._grad = refusal, module_epochs.epoch, torch.is_grad_enabled()
-            self._pause = min(2 * self._pause + 1, _PAUSE)
-            self._given = self._left = self._pause - (self._pause == _PAUSE and self._row % 2)
+            most = _PAUSE if self._row < _LONG_ROW else _LONG_PAUSE
+            self._pause = min(2 * self._pause + 1, most)
+            self._given = self._left = self._pause - (self._pause == most and self._row % 2)
 
     def doubt(self) -> None:
         """Something else may become of this one, and of the next ones."""

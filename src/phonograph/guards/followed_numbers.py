@@ -182,12 +182,12 @@ class Following:
 
 
 class Fixed(Refusal):
-    """Numbers among the arguments cannot be followed, those with these `numbers` of `Call.numbers`: from the next call on they
-    are part of the signature."""
+    """Numbers among the arguments cannot be followed, those with these `numbers` of `Call.numbers`, or `texts` at these places
+    are read: from the next call on they are part of the signature."""
 
-    def __init__(self, numbers: Iterable[int]) -> None:
+    def __init__(self, numbers: Iterable[int] = (), texts: Iterable[int] = ()) -> None:
         super().__init__("has numbers among its arguments that cannot be followed", "pass them as tensors", this_call=True)
-        self.numbers = (*numbers,)
+        self.numbers, self.texts = (*numbers,), (*texts,)
 
 
 class Unfollowed(Exception):

@@ -51,6 +51,8 @@ _WAYS_AROUND = _AROUND_ATTRIBUTES | _AROUND | _BY_NAME | {"dumps"}
 
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RESUME"})
 _CALLS = frozenset({"CALL", "PRECALL", "CALL_FUNCTION", "CALL_METHOD"})  # with arguments by position
+# All of these are there by then: Python 3.11 has taken them away when it comes to its `CALL`.
+_GIVEN = frozenset({"PRECALL"}) if "PRECALL" in dis.opmap else _CALLS
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _LOCALS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _ASSIGN = ("STORE_GLOBAL", "DELETE_GLOBAL")
@@ -728,7 +730,7 @@ def _arguments(following: Instructions) -> list[Instructions] | None:
     for n, i in enumerate(following):
         if i.opname == "PUSH_NULL" and not done:
             continue
-        if i.opname in _CALLS and i.arg == depth:
+        if i.opname in _GIVEN and i.arg == depth:
             return _split(done, depth)
         if i.opcode in _JUMPS or (n and i.is_jump_target):
             return None

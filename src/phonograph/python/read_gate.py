@@ -150,6 +150,14 @@ class Reads:
         self._asked = set[str]()
         self._beside = sys._current_frames().keys() - {threading.get_ident()}
 
+    def also(self, things: Iterable[object]) -> None:
+        """Note what is read of these as well. (Before any is.)"""
+        for thing in things:
+            kind = type(thing)
+            if kind in self._kinds or may_be_gated(kind):
+                self._kinds.add(kind)
+                self._names.setdefault(identity(thing), {*_asked_anyway(kind)})
+
     def names(self, thing: object) -> set[str] | None:
         """The names of the attributes that were read of an object, whether or not it has them; None if it may be any."""
         names = self._names.get(identity(thing))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 from .keys import NoSignature
 from .object_layout import layout_of, parts_of
 from .pytree_nodes import DICTS, Back, Field, Key, Made, Node, Opened, divided, is_dataclass, is_tensor, key_of, leaf_count
 
-__all__ = ["inside", "kinds", "labels", "parting", "path_to", "tensors_apart", "unhashable"]
+__all__ = ["attributes_of", "inside", "kinds", "labels", "parting", "path_to", "tensors_apart", "unhashable"]
 
 
 def kinds(node: Node | None) -> Iterator[type]:
@@ -68,6 +69,24 @@ def _steps(node: Node) -> Sequence[object]:
         return [Field(name) for name in node.names[:-1]]
     fields = getattr(node.kind, "_fields", ())
     return [Field(name) for name in fields] if len(fields) == len(node.children) else range(len(node.children))
+
+
+def attributes_of(node: Node | None) -> list[tuple[int, str] | None]:
+    """For each leaf that is an attribute of an object, the number of that among all containers, and the name; else None."""
+    found: list[tuple[int, str] | None] = []
+    _attributes(node, None, found, count())
+    return found
+
+
+def _attributes(
+    node: Node | None, owner: tuple[int, str] | None, found: list[tuple[int, str] | None], numbers: Iterator[int]
+) -> None:  # fmt: skip
+    if node is None:
+        found.append(owner)
+    elif node.kind is not Back:
+        number, of_object = next(numbers), type(node) is Opened or is_dataclass(node.kind)
+        for step, child in zip(_steps(node), node.children, strict=False):
+            _attributes(child, (number, step) if of_object and isinstance(step, Field) else None, found, numbers)
 
 
 def tensors_apart(node: Node | None, at: int = 0) -> list[range]:

@@ -281,7 +281,7 @@ layers = pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
 @may_run_live
 @layers
 @pytest.mark.parametrize("fallback", ["live", "auto"])
-@pytest.mark.parametrize("where", ["packed inside", "packed outside", "padded again"])
+@pytest.mark.parametrize("where", ["packed inside", "packed outside", "padded again", "torch.ops"])
 def test_c11_packed_sequences_that_differ_in_the_sizes_of_batches_only(device, kind, fallback, where):
     """Torch reads these on the host, by no operator."""
 
@@ -294,6 +294,10 @@ def test_c11_packed_sequences_that_differ_in_the_sizes_of_batches_only(device, k
             return rnn(pack_padded_sequence(x, lengths), state)[0].data.detach()
 
         def of_packed(data, sizes):
+            if where == "torch.ops":
+                operator = getattr(torch.ops.aten, "rnn_relu" if kind == "rnn" else kind).data
+                given = [*state] if kind == "lstm" else state
+                return operator(data, sizes, given, rnn._flat_weights, True, 1, 0.0, False, False)[0].detach()
             packed = PackedSequence(data, sizes)
             return rnn(packed, state)[0].data.detach() if where == "packed outside" else pad_packed_sequence(packed)[0] * 2
 

@@ -212,6 +212,7 @@ INNER = {
     "self.log[0].append(loss)": ("[[], []]", ("[0] = []", "[:] = [[], []]", ".insert(0, [])")),
     "self.log[0]['a'].append(loss)": ("[{'a': []}]", ("[0]['a'] = []", "[0] = {'a': []}", " = [{'a': []}]")),
     "[self.log[key].append(loss) for key in ('a',)]": ("collections.defaultdict(list)", (".clear()", "['b'].append(1)")),
+    "self.log['a'].append(round(loss.item(), 3))": ("{'a': []}", ("['a'] = []",)),
     "self.log['a']['k'] = loss": ("{'a': {}}", ("['a'] = {}", " = {'a': {}}")),
 }
 

@@ -3,6 +3,7 @@
 import argparse
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import operator
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 import phonograph as pg
-from phonograph.testing import assert_same
+from phonograph.testing import Pair, assert_same
 from tests.contract.shared.corners import globals_as_before  # noqa: F401
 from tests.helpers import counts, may_run_live, ramp, reasons, side_by_side
 
@@ -688,3 +689,39 @@ def test_c09_a_count_beside_what_asks_for_an_attribute_by_a_protocol(device, nam
     assert counts(both)[1:] == (1, 7), reasons(both)
     both.change(lambda counting: setattr(counting, "scale", 1.0))
     both(ramp(device, 4))
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    number: int
+    path: str
+
+
+class Labelled:
+    def __init__(self, x, number, path):
+        self.x, self.number, self.path = x, number, path
+
+
+SAMPLED = {
+    "not read": (lambda s: s.x * 2, True),
+    "given back": (lambda s: (s.x * 2, s), True),
+    "a number beside it": (lambda s: s.x * s.number, True),
+    "read": (lambda s: s.x * len(s.path), False),
+    "read by a name": (lambda s: s.x * len(getattr(s, "pa" + "th")), False),
+    "returned": (lambda s: (s.x * 2, s.path), False),
+    "copied": (lambda s: (s.x * 2, copy.copy(s)), False),
+    "set": (lambda s: setattr(s, "path", "known") or s.x * 2, False),
+    "read now and then": (lambda s: s.x * (2 if s.number % 5 else len(s.path)), False),
+    "all of them": (lambda s: s.x * len(vars(s)["path"]), False),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("kind", [Sample, Labelled])
+@pytest.mark.parametrize(("function", "replays"), SAMPLED.values(), ids=SAMPLED)
+def test_c09_a_string_in_an_argument_that_no_code_reads(device, kind, function, replays):
+    both = side_by_side(lambda: function, keep="always")
+    for n in range(20):
+        both(Pair.of(kind(ramp(device, 4), n, "s" * (n % 7) + str(n))))
+    assert counts(both)[1:] == (1, 16) or not replays, reasons(both)

@@ -165,7 +165,7 @@ def test_c11_a_training_step_whose_logging_is_switched_off(device):
             self.optimizer.step()
             self.steps += 1
             if self.verbose:
-                self.logged.append(round(loss.item(), 3))
+                self.logged.insert(0, round(loss.item(), 3))
             return loss.detach()
 
     trainers = [Trainer(), Trainer()]

@@ -286,7 +286,7 @@ def test_c11_a_graph_layer_that_looks_for_loops(device, tmp_path):
 
 
 @may_run_live
-@pytest.mark.parametrize("read", ["item", "numpy", "equal", "nonzero"])
+@pytest.mark.parametrize("read", ["item", "numpy", "equal", "nonzero"])  # (of a GPU's tensor, an array is a copy first)
 def test_c11_a_package_that_reads_values_beside_a_model_names_the_model(device, tmp_path, read):
     """By the expression that gives it, in what stands first."""
     reads = {"item": "x * x.sum().item()", "numpy": "x * float(x.detach().cpu().numpy()[0])",

@@ -144,6 +144,35 @@ def test_c21_a_refused_call_is_a_plain_call(device, case, done):
     assert now.recorded == 0
 
 
+def test_c21_what_was_refused_a_thousand_times_is_hardly_looked_at(device):
+    """By how many functions run in a call, of which some calls are looked at."""
+
+    def frames(function, calls):
+        count = 0
+
+        def called(frame, event, _):
+            nonlocal count
+            count += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(called)
+        try:
+            for _ in range(calls):
+                function(x)
+        finally:
+            sys.setprofile(before)
+        return count / calls
+
+    def reads(x):
+        return x * x.sum().item()
+
+    x, f = ramp(device, 3), pg.record(reads, fallback="live")
+    for _ in range(1200):
+        f(x)
+    assert frames(f, 256) - frames(reads, 256) < 6
+    assert pg.stats(f).live == pg.stats(f).calls == 1456
+
+
 def test_c21_a_backward_that_cannot_be_recorded(device, done):
     class Reads(torch.autograd.Function):
         @staticmethod

@@ -167,18 +167,13 @@ class Batch:
     path: str
 
 
-@first_day(told="PG1401")
+@first_day()
 def p27_takes_a_batch_with_an_id(mended):
     net, opt = classifier()
 
     def train_step(batch):
         return update(opt, loss_of(net, batch.x, batch.y))
 
-    def mended_step(x, y):
-        return update(opt, loss_of(net, x, y))
-
-    if mended:
-        return Made(mended_step, lambda f, i: f(*labelled(i)))
     return Made(train_step, lambda f, i: f(Batch(*labelled(i), i, f"images/{i}.png")))
 
 

@@ -43,7 +43,7 @@ from ..._torch.cuda import raw_stream
 from ..._torch.dynamic import Args, Kwargs, Leaves
 from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
-from ...aten.operators import MASKED, Meaning, made_integers, meaning, operands, read_on_host
+from ...aten.operators import MASKED, Meaning, brings_to_host, made_integers, meaning, operands, read_on_host
 from ...capture.breaks import Break
 from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
@@ -210,8 +210,7 @@ class CudaWatch(DrawsWatch):
             if to_host and m.name == "aten::_to_copy" and self.reads_fixed(m.name, [args[0]], sys._getframe(1)):
                 self._answered = [args[0]]
             elif to_host:
-                raise Refusal(f"{source_of(m.name)} copies a tensor from the GPU to the CPU",
-                              "return the tensor, and copy it outside the recorded function")  # fmt: skip
+                raise brings_to_host(m.name)
         for t in self._hosts:
             self.reads_on_host(t, source_of(m.name))
         if self._hosts and not others:
