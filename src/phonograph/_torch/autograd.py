@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from importlib import import_module
+from types import NoneType
 
 import torch
 import torch.backends.mha
@@ -162,13 +163,16 @@ backward_id: Callable[[], int] = _c("_current_graph_task_id")
 """Within a backward: its number; one that runs within another has its own. Otherwise -1."""
 
 
+# What Python knows of its threads, by where they run. Neither they nor their classes are asked anything: reads of these may be
+# heard, by whoever asks this.
+_known_threads: dict[int, Private] = threading._active  # type: ignore[attr-defined]
+_Unknown, _here = threading._DummyThread, threading.get_ident
+
+
 def on_thread_of_autograds() -> bool:
     """Whether this is a thread of autograd's, which is none of Python's making, at work on a backward. Others make threads in C
     as well. (`threading.current_thread` would count it among Python's from then on, for all to see.)"""
-    if backward_id() == -1:
-        return False
-    mine = threading.get_ident()
-    return all(isinstance(t, threading._DummyThread) for t in threading.enumerate() if t.ident == mine)
+    return backward_id() != -1 and type(_known_threads.get(_here())) in (NoneType, _Unknown)
 
 
 may_run_backward: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", bool)

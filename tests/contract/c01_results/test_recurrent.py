@@ -310,6 +310,7 @@ def test_c11_packed_sequences_that_differ_in_the_sizes_of_batches_only(device, k
     same_as_plain(program, device)
 
 
+@may_run_live
 @layers
 @pytest.mark.parametrize("given", ["tensor", "list"])
 def test_c01_packed_sequences_of_lengths_that_stay(device, kind, given):

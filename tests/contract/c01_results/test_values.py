@@ -216,7 +216,7 @@ def test_copies_are_kernels_but_for_very_large_ones(cuda, elements, memcpys):
     assert kinds.count(driver._Memcpy) == memcpys
 
 
-def _no_pointers(*_):
+def _no_pointers(*_, **__):
     raise driver.DriverError("nothing is where it was expected")
 
 

@@ -169,7 +169,7 @@ def test_c21_what_was_refused_a_thousand_times_is_hardly_looked_at(device):
     x, f = ramp(device, 3), pg.record(reads, fallback="live")
     for _ in range(1200):
         f(x)
-    assert frames(f, 256) - frames(reads, 256) < 6
+    assert frames(f, 256) - frames(reads, 256) < (6 if device.type == "cpu" else 9)
     assert pg.stats(f).live == pg.stats(f).calls == 1456
 
 

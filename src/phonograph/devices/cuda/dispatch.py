@@ -43,7 +43,9 @@ from ..._torch.cuda import raw_stream
 from ..._torch.dynamic import Args, Kwargs, Leaves
 from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
-from ...aten.operators import MASKED, Meaning, brings_to_host, made_integers, meaning, operands, read_on_host
+from ...aten.operators import (
+    MASKED, Meaning, answers_by_shapes, brings_to_host, made_integers, meaning, operands, read_on_host,
+)  # fmt: skip
 from ...capture.breaks import Break
 from ...capture.call_memory import MOVED
 from ...capture.effects import ANYONE, Effect, Starts
@@ -242,6 +244,8 @@ class CudaWatch(DrawsWatch):
     def is_constant(self, m: Meaning, args: Args, kwargs: Kwargs) -> bool:
         """An operator may read what lies on the host, and is the same in each replay; so may an index that is a mask; and what
         holds the same on the device, which it is told."""
+        if answers_by_shapes(m, args):
+            return True
         if super().is_constant(m, args, kwargs):
             self._answered = [t for t in read_on_host(m, args, kwargs) if not t.is_cpu]
             return True
