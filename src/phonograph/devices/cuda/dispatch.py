@@ -44,7 +44,14 @@ from ..._torch.dynamic import Args, Kwargs, Leaves
 from ..._torch.tensors import has_memory, storage_id
 from ...aten.collectives import COLLECTIVES, REMEDY, called, refusal
 from ...aten.operators import (
-    MASKED, Meaning, answers_by_shapes, brings_to_host, made_integers, meaning, operands, read_on_host,
+    MASKED,
+    Meaning,
+    answers_by_shapes,
+    brings_to_host,
+    made_integers,
+    meaning,
+    operands,
+    read_on_host,
 )  # fmt: skip
 from ...capture.breaks import Break
 from ...capture.call_memory import MOVED
