@@ -381,6 +381,7 @@ def _in_pools() -> list[Any]:
 
 def _said(error: Exception) -> str:
     words = re.sub("version [0-9]+|0x[0-9a-f]+", "…", str(error).partition("\n")[0])
+    words = re.sub("(?<=a second time)( \\(or directly|: this tensor's).*", "", words)  # of a result it says where that was
     return f"{type(error).__qualname__}: {words}"
 
 
