@@ -27,6 +27,7 @@ __all__ = [
     "backward_id",
     "bump",
     "code_of",
+    "counted_apart",
     "forget_accumulation",
     "forget_recomputed",
     "hearing",
@@ -83,6 +84,22 @@ def share_version(a: torch.Tensor, b: torch.Tensor) -> bool:
     shared = a._version != before
     set_version(b, before)
     return shared
+
+
+def counted_apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of these, one of each that have a version together. (Likewise.)"""
+    before = [t._version for t in tensors]
+    bump(tensors)
+    times = [t._version - version for t, version in zip(tensors, before, strict=True)]
+    for t, version in zip(tensors, before, strict=True):
+        set_version(t, version)
+    found, together = list[torch.Tensor](), list[torch.Tensor]()
+    for t, n in zip(tensors, times, strict=True):
+        if n == 1:
+            found.append(t)
+        elif not any(share_version(other, t) for other in together):
+            together.append(t)
+    return found + together
 
 
 def forget_accumulation(t: torch.Tensor) -> None:

@@ -56,7 +56,7 @@ class Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, root: torch.Tensor, t: torch.Tensor, arrived: list[torch.Tensor | None]) -> torch.Tensor:
-        ctx.arrived, ctx.nbytes = arrived, t.nbytes
+        ctx.arrived, ctx.nbytes = arrived, t.numel() * t.element_size()
         ctx.set_materialize_grads(False)
         return t.detach()  # which shares its version
 
@@ -138,8 +138,8 @@ class Graph:
 
 def _in_order(ways: Sequence[Way], start: Private) -> list[Way]:
     """These, if there are several and not many."""
-    of: Private = getattr(start, "variable", start)
-    nbytes: int = of.nbytes
+    leaf: torch.Tensor | None = getattr(start, "variable", None)
+    nbytes: int = start.nbytes if leaf is None else leaf.numel() * leaf.element_size()
     few = len(ways) <= 2 or (len(ways) <= MANY and (len(ways) - 1) * nbytes <= LARGE)
     return sorted(ways, key=lambda way: (-made_when(way.node), way.number)) if len(ways) > 1 and few else []
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 
 import torch
 
-from .._torch.autograd import set_version
+from .._torch.autograd import counted_apart, set_version
 from .._torch.tensors import has_memory, storage_id
 from ..errors import Refusal
 from ..guards import fsdp_state as shards
@@ -62,6 +62,7 @@ class CallMemory:
         self.written: dict[int, torch.Tensor] = {}
         """Slots and tensors in reach that an operator has written."""
         self._versions: dict[int, int] = {}  # before that
+        self._beside: dict[int, list[tuple[torch.Tensor, int]]] = {}  # others in reach in the same storages, and theirs
         self._shown: dict[int, list[list[bool]]] = {}
         self._constants: set[int] = set()  # those of tensors that were made of numbers
         self.workplaces: tuple[torch.Tensor, ...] = ()
@@ -145,6 +146,8 @@ class CallMemory:
         if (key in self.outside or key in self.slot_ids) and key not in self.written:
             self.written[key] = t
             self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
+            others = self._outside_at.get(key, ())
+            self._beside[key] = [(o, o._version) for o in others if o is not t and not o.is_inference()]
 
     def shown(self, t: torch.Tensor) -> list[bool]:
         """This tensor is shown to somebody who may keep it: a list that says whether it is written afterwards."""
@@ -166,15 +169,21 @@ class CallMemory:
 
     def moved_on(self) -> list[tuple[int, torch.Tensor]]:
         """Those tensors `written`, with their storages' identities, whose version has moved on. (Batch norm writes its running
-        statistics, and leaves their version alone.)"""
-        written = [(key, t) for key, t in self.written.items() if not t.is_inference()]
-        return [(key, t) for key, t in written if t._version != self._versions[key]]
+        statistics, and leaves their version alone.) Of those that share memory, one for each version: parameters that are made
+        of one vector have their own."""
+        found = list[tuple[int, torch.Tensor]]()
+        for key, t in self.written.items():
+            there = [] if t.is_inference() else [(t, self._versions[key])]
+            moved = [o for o, version in (*there, *self._beside[key]) if o._version != version]
+            found += [(key, o) for o in (counted_apart(moved) if len(moved) > 1 else moved)]
+        return found
 
     def put_versions_back(self) -> None:
         """What was written has the version again that it had before."""
         for key, t in self.written.items():
             if not t.is_inference() and self._versions[key] != MOVED:
-                set_version(t, self._versions[key])
+                for o, version in ((t, self._versions[key]), *self._beside[key]):
+                    set_version(o, version)
 
     def made_moved_on(self) -> list[torch.Tensor]:
         """The tensors outside that consist of parts, and have a version that has moved on."""

@@ -424,3 +424,29 @@ def test_c13_gradients_before_what_raises(device, replaced):
             with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
                 f(torch.ones(2, 1, device=device).expand(2, 4))
         assert_same(net.weight.grad, other.weight.grad)
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_c13_a_backward_that_needs_one_of_several_weights_in_one_vector(device, which, foreach):
+    """Each of them has a version of its own, and a replay has written all."""
+    net = nn.Linear(4, 4).to(device)
+    nn.utils.vector_to_parameters(torch.linspace(-1, 1, 20, device=device), net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), 0.01, foreach=foreach)
+
+    def step(x):
+        optimizer.zero_grad()
+        net(x).square().sum().backward()
+        optimizer.step()
+
+    step, saved = pg.record(step, keep="always"), getattr(net, which)
+    for n in range(6):
+        versions = [p._version for p in net.parameters()]
+        loss = (torch.ones_like(saved, requires_grad=True) * saved).sum()
+        step(ramp(device, 2, 4, start=n) / 10)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        moved = [p._version - before for p, before in zip(net.parameters(), versions, strict=True)]
+        assert moved == ([1, 1] if n != 1 else [2, 2])  # a capture has written them as well
+    assert pg.stats(step).replayed == 5
+    assert pg.stats(step).recorded == 1
