@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 SCRIPTS = (
     "tiny_kernels",
     "host_time",
+    "first_calls",
     "audits",
     "reading_programs",
     "ppo_update",
