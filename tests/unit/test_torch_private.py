@@ -218,3 +218,17 @@ def test_a_thread_of_autograds_stays_unknown_to_python():
     assert over.wait(30)
     assert seen == [False, True]
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("known", "is_autograds"), [("a thread", False), ("one that was met", True), ("nothing", True)])
+def test_what_python_knows_of_the_thread_that_runs_a_backward(monkeypatch, known, is_autograds):
+    """One that C has made, and Python has met (`threading.current_thread`), has a stand-in there."""
+    threads = {"a thread": [threading.Thread()], "one that was met": [object.__new__(threading._DummyThread)], "nothing": []}
+    seen, x = [], torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch_autograd.on_thread_of_autograds()))
+    y = (x * 2).sum()
+    assert not torch_autograd.on_thread_of_autograds()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_autograd, "_known_threads", {threading.get_ident(): t for t in threads[known]})
+        y.backward()
+    assert seen == [is_autograds]
