@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .._torch.dynamic import Leaves
+from .._torch.tensors import has_memory
 from ..call.signature import Call, Key
 from ..errors import Refusal
 from ..memory.loans import Borrowed
@@ -23,6 +24,7 @@ from ..slots.table import Table
 from ..values.host_scalars import Reckoned
 from ..values.pytree_nodes import Node
 from ..values.pytree_paths import path_to
+from ..values.tensor_subclasses import parts_of_all
 from ..values.wording import Naming
 from .breaks import Break
 from .origins import Origin
@@ -43,6 +45,8 @@ __all__ = [
 ]
 
 BEGINS_ANEW = "what dropout of cuDNN's draws from, since the generator was seeded"  # by the next live call
+Place = tuple[int, int]
+"""Where memory lies: its address, and how many bytes it has."""
 TWICE = "which it can reach by another name as well, or which shares memory with a tensor it writes"  # of an argument
 
 
@@ -148,16 +152,24 @@ class Replay:
 class Entangled:
     """Tensors that a function can reach by other names, of which none may be an argument, and memory that no argument may
     share; objects, and containers that it fills, likewise, which may not be taken apart. Weakly, but for containers: when a
-    storage is gone, its memory is somebody else's."""
+    storage is gone, its memory is somebody else's.
+
+    But what a tensor of the function's, or its gradient, has to be for a recording to be played is where it lay, on whatever
+    storage. So those places stay."""
 
     def __init__(
         self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (),
         objects: Iterable[object] = (), filled: Iterable[object] = (),
+        own: Iterable[tuple[torch.Tensor, Place]] = (), gradients: Iterable[tuple[torch.Tensor, Place]] = (),
     ) -> None:  # fmt: skip
+        """Of tensors that are the function's `own`, and whose `gradients` are, with where they lie."""
         self.filled = {identity(c): c for c in filled}
         self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
+        self._own = {(place, identity(t), False): weakref.ref(t) for t, place in own}
+        self._own |= {(place, identity(t), True): weakref.ref(t) for t, place in gradients}
+        self._places = Spans(place for place, *_ in self._own)
         self.spans = Spans(self._storages)
         """Where they lie: another object after each change."""
 
@@ -174,13 +186,15 @@ class Entangled:
         return Refusal(f"gets a container, {TWICE}", "pass a copy", this_call=True)
 
     def __bool__(self) -> bool:
-        return bool(self._storages or self._ids)
+        return bool(self._storages or self._ids or self._own)
 
     def __ior__(self, other: Entangled) -> Entangled:
         self._ids |= other._ids
         self._objects |= other._objects
         self.filled |= other.filled
         self._storages |= other._storages
+        self._own |= other._own
+        self._places = Spans(place for place, *_ in self._own)
         self.spans = Spans(self._storages)
         return self
 
@@ -199,10 +213,14 @@ class Entangled:
         """Whether none of these is such a one, wherever it lies."""
         return self._ids.keys().isdisjoint(map(identity, tensors))
 
+    def may_meet(self, t: torch.Tensor) -> bool:
+        """Whether a tensor lies where one of the function's own has lain, which may come back."""
+        return self._places.meets(*memory_of(t))
+
     def meets(self, t: torch.Tensor) -> bool:
         """Whether a tensor that is no Parameter is such a one, or lies in such memory."""
         known = self._ids.get(identity(t))
-        if known is not None and known() is t:
+        if (known is not None and known() is t) or (self.may_meet(t) and self._meets_own(t)):
             return True
         if not self._storages:
             return False
@@ -211,6 +229,15 @@ class Entangled:
             return False
         self._forget_the_dead()  # an argument may lie where one of them did
         return self.spans.meets(at, nbytes)
+
+    def _meets_own(self, t: torch.Tensor) -> bool:
+        """Whether one of the function's own, or such a gradient, lies where it has to, and the tensor there as well."""
+        if isinstance(t, torch.nn.Parameter):
+            return False
+        at, nbytes = memory_of(t)
+        there = [(ref(), of_gradient) for (place, _, of_gradient), ref in self._own.items() if Spans([place]).meets(at, nbytes)]
+        own = [one.grad if of_gradient else one for one, of_gradient in there if one is not None]
+        return any(Spans([memory_of(part)]).meets(at, nbytes) for part in parts_of_all(own) if has_memory(part))
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,6 +167,8 @@ class KnownCall:
             return False
         if any(map(state.meets, args)):
             return True
+        if any(map(state.may_meet, args)):
+            return False
         if len(self._clear) >= _PLACES:
             self._clear.clear()
         self._clear.add(places)

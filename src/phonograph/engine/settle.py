@@ -24,6 +24,7 @@ from ..python.loggers import levels
 from ..slots.constants import Constants, not_heard
 from ..slots.draws import Draws
 from ..slots.effects import Effects
+from ..slots.gradients import Grads
 from ..slots.inputs import Inputs, Slot
 from ..slots.memories import Memories
 from ..slots.numbers import Numbers
@@ -164,7 +165,8 @@ class Settlement:
     def _disentangled(self) -> Entangled:
         """What no argument of a later call may be, or share memory with. Those of this call must not either."""
         call = self._request.call
-        entangled = _entangling(self._evidence.captured.watch, self._request.reach, call, self._evidence.behaviour.left)
+        watch, left, grads = self._evidence.captured.watch, self._evidence.behaviour.left, self._prepared.grads
+        entangled = _entangling(watch, self._request.reach, call, left, grads)
         if any(map(entangled.filled.__contains__, map(identity, call.containers))):
             raise entangled.of_container()
         if (refusal := entangled.refusal(call, Naming(self._request.function))) is not None:
@@ -199,10 +201,11 @@ class Settlement:
         return slots
 
 
-def _entangling(watch: OperatorWatch, reach: Reach, call: Call, left: Left) -> Entangled:
+def _entangling(watch: OperatorWatch, reach: Reach, call: Call, left: Left, grads: Grads) -> Entangled:
     """Storages outside that no argument may share: those written; all, if an argument is written."""
     storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
-    if not watch.written.keys().isdisjoint(watch.slot_ids):
+    writes_arguments = not watch.written.keys().isdisjoint(watch.slot_ids)
+    if writes_arguments:
         tensors = [t for _, t in reach.tensors.values() if has_memory(t)]
         tensors += parts_of_all(t.grad for _, t in reach.all_tensors if t.is_leaf)
         known = watch.known.keys() - watch.slot_ids
@@ -213,7 +216,9 @@ def _entangling(watch: OperatorWatch, reach: Reach, call: Call, left: Left) -> E
     tensors = [t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else []
     given = {identity(x) for x in call.leaves}
     objects = [x for x in reach.met if layout_of(type(x)) is not None and identity(x) not in given]
-    return Entangled(tensors, storages.values(), objects, [put.of for put in left.items])
+    gradients = [(p, place) for p, key, place in grads.found if writes_arguments or key in watch.written]
+    own = [(t, memory_of(t)) for _, t in reach.tensors.values() if has_memory(t) and storage_id(t) in storages]
+    return Entangled(tensors, storages.values(), objects, [put.of for put in left.items], own, gradients)
 
 
 def _written_outside(watch: OperatorWatch) -> tuple[torch.Tensor, ...]:

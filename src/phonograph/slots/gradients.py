@@ -18,6 +18,7 @@ from .._torch.tensors import address, has_memory, is_ordinary, owners, storage_i
 from ..errors import Refusal
 from ..guards.attribute_epochs import gradient, gradients, has_gradient_door, may_have_door, nobody_has
 from ..guards.tensor_states import like, with_parts_like
+from ..memory.pool import memory_of
 from ..python.identity import identity
 from ..python.putting_back import put_back
 from ..values.tensor_subclasses import Description, consists_of_parts, parts, parts_of_all, storages
@@ -295,6 +296,8 @@ class Grads(Column):
             for g, kept in zip(self.read(), slots, strict=True)
         ]
         self._gathered = [t for t in gathered if _may_have_gradient(t)]
+        self.found: list[tuple[torch.Tensor, int, tuple[int, int]]] = []
+        """Parameters whose gradients have to lie where the call has found them: storages of these, and their places."""
         self._given: frozenset[int] = frozenset()  # the storages on which replays hand out results
         self._all: list[_Some] = []
         self._as_captured = False  # what the call has left stands there, and not what it has found
@@ -373,6 +376,7 @@ class Grads(Column):
             elif not touched.isdisjoint(kept.storages) or (before is not None and not handed_on.isdisjoint(kept.storages)):
                 some.readers.append(p)
                 found[some].append(kept.again())
+                self.found += [(p, storage_id(part), memory_of(part)) for part in parts(found[some][-1])]
                 if not written.isdisjoint(kept.storages) and after is before:
                     some.added_to.append(p)
             elif reads:

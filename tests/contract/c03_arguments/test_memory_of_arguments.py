@@ -91,6 +91,67 @@ def test_c03_an_argument_that_is_a_gradient_of_state(device):
         assert f(p.grad).tolist() == [2.0 * (n + 1)] * 2
 
 
+@may_run_live
+@pytest.mark.parametrize("own", ["gradient", "parameter", "buffer", "state of an optimizer", "read"])
+def test_c03_an_argument_that_is_new_memory_of_the_functions_own_where_it_had_old(device, own):
+    """Which an allocator gives once the old is free. Only the address is what it was."""
+
+    def run(record):
+        w = torch.ones(4, device=device, requires_grad=own != "buffer")
+        optimizer = torch.optim.SGD([torch.zeros(4, device=device, requires_grad=True)], momentum=0.5)
+        (p,) = optimizer.param_groups[0]["params"]
+        memory, found = torch.zeros(4, device=device), []
+
+        @record
+        def step(x, y):
+            if own == "gradient":
+                (w * x).sum().backward()
+            elif own == "state of an optimizer":
+                p.grad = x
+                optimizer.step()
+            else:
+                with torch.no_grad():
+                    (y if own == "read" else w).add_(x)
+            return (w if own == "read" else y) * 2
+
+        for n in range(14):
+            memory.fill_(n)
+            new = torch.from_dlpack(memory)
+            if own == "gradient":
+                w.grad = None
+                w.grad = new
+            elif own == "state of an optimizer":
+                optimizer.state[p].setdefault("momentum_buffer", torch.empty(0)).data = new
+            else:
+                w.data = new
+            found.append(step(torch.full((4,), n + 1.0, device=device), new if n > 8 else new.clone()).detach().clone())
+            del new
+        return found, step
+
+    (live, _), (ours, step) = run(lambda f: f), run(pg.record)
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 4, pg.explain(step)
+
+
+def test_c03_an_argument_where_a_gradient_was(device):
+    """Which is free for others once that has gone."""
+    w, memory = torch.ones(4, device=device, requires_grad=True), torch.zeros(4, device=device)
+    w.grad = torch.from_dlpack(memory)
+
+    @pg.record
+    def step(x, y):
+        (w * x).sum().backward()
+        return y * 2
+
+    for n in range(4):
+        step(torch.full((4,), n + 1.0, device=device), torch.ones(4, device=device))
+    w.grad = None
+    for n in range(6):
+        assert step(torch.ones(4, device=device), torch.from_dlpack(memory.fill_(n))).tolist() == [2.0 * n] * 4
+    assert pg.stats(step).replayed >= 5, pg.explain(step)
+
+
 def test_c03_a_view_of_an_earlier_result_is_written(device):
     f, g = plain(lambda x: x * 2), plain(lambda view: view.add_(1))
     for n in range(7):
