@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -149,13 +149,31 @@ class Replay:
     """Results so far, by their numbers."""
 
 
+class _Own:
+    """What of a function's has to lie where it does for one recording to be played: the recording keeps it, and it keeps these
+    tensors. (Not weakly: `torch.utils.swap_tensors` refuses tensors to which somebody refers so.)"""
+
+    __slots__ = ("__weakref__", "gradients", "tensors")
+
+    def __init__(self, tensors: Iterable[tuple[torch.Tensor, Place]], gradients: Iterable[tuple[torch.Tensor, Place]]) -> None:
+        self.tensors, self.gradients = [*tensors], [*gradients]
+
+    def places(self) -> Iterator[Place]:
+        return (place for _, place in (*self.tensors, *self.gradients))
+
+    def near(self, at: int, nbytes: int) -> Iterator[torch.Tensor | None]:
+        """What stands now where there was something that met these bytes."""
+        yield from (t for t, place in self.tensors if Spans([place]).meets(at, nbytes))
+        yield from (t.grad for t, place in self.gradients if Spans([place]).meets(at, nbytes))
+
+
 class Entangled:
     """Tensors that a function can reach by other names, of which none may be an argument, and memory that no argument may
     share; objects, and containers that it fills, likewise, which may not be taken apart. Weakly, but for containers: when a
     storage is gone, its memory is somebody else's.
 
     But what a tensor of the function's, or its gradient, has to be for a recording to be played is where it lay, on whatever
-    storage. So those places stay."""
+    storage. So those places stay as long as that recording."""
 
     def __init__(
         self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (),
@@ -167,9 +185,9 @@ class Entangled:
         self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
-        self._own = {(place, identity(t), False): weakref.ref(t) for t, place in own}
-        self._own |= {(place, identity(t), True): weakref.ref(t) for t, place in gradients}
-        self._places = Spans(place for place, *_ in self._own)
+        self._kept = _Own(own, gradients)
+        self._own = [weakref.ref(self._kept)]
+        self._places = Spans(self._kept.places())
         self.spans = Spans(self._storages)
         """Where they lie: another object after each change."""
 
@@ -186,15 +204,15 @@ class Entangled:
         return Refusal(f"gets a container, {TWICE}", "pass a copy", this_call=True)
 
     def __bool__(self) -> bool:
-        return bool(self._storages or self._ids or self._own)
+        return bool(self._storages or self._ids or self._places)
 
     def __ior__(self, other: Entangled) -> Entangled:
         self._ids |= other._ids
         self._objects |= other._objects
         self.filled |= other.filled
         self._storages |= other._storages
-        self._own |= other._own
-        self._places = Spans(place for place, *_ in self._own)
+        self._own = [ref for ref in (*self._own, *other._own) if ref() is not None]
+        self._places = Spans(place for own in self._all_own() for place in own.places())
         self.spans = Spans(self._storages)
         return self
 
@@ -230,14 +248,16 @@ class Entangled:
         self._forget_the_dead()  # an argument may lie where one of them did
         return self.spans.meets(at, nbytes)
 
+    def _all_own(self) -> Iterator[_Own]:
+        return (own for ref in self._own if (own := ref()) is not None)
+
     def _meets_own(self, t: torch.Tensor) -> bool:
         """Whether one of the function's own, or such a gradient, lies where it has to, and the tensor there as well."""
         if isinstance(t, torch.nn.Parameter):
             return False
         at, nbytes = memory_of(t)
-        there = [(ref(), of_gradient) for (place, _, of_gradient), ref in self._own.items() if Spans([place]).meets(at, nbytes)]
-        own = [one.grad if of_gradient else one for one, of_gradient in there if one is not None]
-        return any(Spans([memory_of(part)]).meets(at, nbytes) for part in parts_of_all(own) if has_memory(part))
+        there = [one for own in self._all_own() for one in own.near(at, nbytes) if one is not None]
+        return any(Spans([memory_of(part)]).meets(at, nbytes) for part in parts_of_all(there) if has_memory(part))
 
 
 @dataclass(frozen=True, eq=False)
