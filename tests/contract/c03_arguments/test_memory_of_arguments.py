@@ -152,6 +152,62 @@ def test_c03_an_argument_where_a_gradient_was(device):
     assert pg.stats(step).replayed >= 5, pg.explain(step)
 
 
+@may_run_live
+@pytest.mark.parametrize("how", [torch.Tensor.detach, torch.Tensor.view_as, torch.from_dlpack])
+def test_c03_an_argument_on_the_memory_of_a_step_count(device, how):
+    """Which a replay moves on by itself: no operator writes it."""
+
+    def run(record):
+        p = torch.zeros(2, device=device, requires_grad=True)
+        optimizer = torch.optim.Adam([p], lr=0.5)
+
+        @record
+        def step(x, count):
+            p.grad = x * 1.0
+            optimizer.step()
+            return count * 2
+
+        found = []
+        for n in range(12):
+            own = optimizer.state[p].get("step", torch.zeros(()))
+            count = how(own, own) if how is torch.Tensor.view_as else how(own)
+            found.append(step(torch.full((2,), n + 1.0), count if n > 6 else count.clone()).clone())
+        return found, step
+
+    if torch.device(device).type != "cpu":
+        pytest.skip("the other argument lies on the host, as counts do")
+    (live, _), (ours, step) = run(lambda f: f), run(pg.record)
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 4, pg.explain(step)
+
+
+@may_run_live
+def test_c03_an_argument_on_the_memory_of_a_gradient_that_lies_elsewhere_each_time(device):
+    """Each has a storage of its own, so that nobody seems to have the gradient."""
+
+    def run(record):
+        w, found = torch.nn.Parameter(torch.ones(4, device=device)), []
+
+        @record
+        def step(x, y):
+            (w * x).sum().backward()
+            return y * 2
+
+        for n in range(20):
+            memory = torch.full((4,), float(n), device=device)
+            w.grad = None
+            w.grad = torch.from_dlpack(memory) if n > 12 else memory.clone()
+            y = torch.from_dlpack(memory) if n > 12 else memory
+            found += [step(torch.full((4,), n + 1.0, device=device), y).clone(), w.grad.clone()]
+        return found, step
+
+    (live, _), (ours, step) = run(lambda f: f), run(pg.record)
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 4, pg.explain(step)
+
+
 def test_c03_a_view_of_an_earlier_result_is_written(device):
     f, g = plain(lambda x: x * 2), plain(lambda view: view.add_(1))
     for n in range(7):
