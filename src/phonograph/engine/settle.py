@@ -216,7 +216,8 @@ def _entangling(
         known = watch.known.keys() - watch.slot_ids
         storages |= {key: t.untyped_storage() for t in tensors if (key := storage_id(t)) in known}
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
-    theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
+    live = Reach(marked) if marked else None
+    theirs = [t for _, t in live.tensors.values()] if live is not None else []  # a marked function may read and write them
     storages |= {storage_id(t): t.untyped_storage() for t in theirs if has_memory(t)}
     tensors = [t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else []
     given = {identity(x) for x in call.leaves}
@@ -224,7 +225,10 @@ def _entangling(
     gradients = [(p, place) for p, key, place in grads.found if writes_arguments or key in watch.written]
     own = [(t, memory_of(t)) for _, t in reach.tensors.values() if has_memory(t) and storage_id(t) in storages]
     own += [(t, memory_of(t)) for t in counts]
-    return Entangled(tensors, storages.values(), objects, [put.of for put in left.items], own, gradients)
+    lived_in = live.holders if live is not None else ()
+    arrays = reach.array_places if writes_arguments else ()  # of which the call may make tensors
+    filled = [put.of for put in left.items]
+    return Entangled(tensors, storages.values(), objects, filled, own, gradients, lived_in, arrays)
 
 
 def _written_outside(watch: OperatorWatch) -> tuple[torch.Tensor, ...]:
