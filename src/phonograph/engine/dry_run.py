@@ -419,7 +419,7 @@ class DryRun:
         Raises:
             Refusal: it has changed others.
         """
-        filled = {identity(put.of) for put in left.items}
+        filled = {identity(put.of) for put in left.items if not put.bound}
         for refusals in (calls for key, calls in listener.changed.items() if key not in filled):
             raise refusals[0]
         self._stand_ins.close()
