@@ -427,14 +427,12 @@ class Reach(Objects):
             return  # what it reads and changes is its own business
         unbound = identity(f) in self._unbound  # what its variables are does not count, but for what they lead to
         if f.__closure__:
-            kept_alike = [
-                (n, c) for n, c in zip(f.__code__.co_freevars, f.__closure__, strict=True) if identity(c) not in self._put
-            ]
-            names, closure = [n for n, _ in kept_alike], [c for _, c in kept_alike]
-            place = object_attributes.cells(f"{f.__qualname__}'s closure", closure, names)
+            cells = zip(f.__code__.co_freevars, f.__closure__, strict=True)
+            held = {name: cell for name, cell in cells if identity(cell) not in self._put}
+            place = object_attributes.cells(f"{f.__qualname__}'s closure", [*held.values()], [*held])
             if not unbound:
                 self._hold(self._without_untouched(place))
-            for name, cell, value in zip(names, closure, place.read(), strict=True):
+            for (name, cell), value in zip(held.items(), place.read(), strict=True):
                 if self._is_untouched(value):
                     continue
                 self._variable_read(f, name, value)

@@ -1,5 +1,5 @@
-"""C1, C5, C9: state that is carried from call to call by rebinding a variable (`nonlocal hidden`, `global hidden`). Each program
-is played from recordings, with eager's results and state to the bit, whoever reads, keeps, or replaces what stands there."""
+"""C1, C5, C9: state that is carried from call to call by rebinding a variable (`nonlocal hidden`, `global hidden`). Each
+program is played from recordings, with eager's results and state to the bit, whoever reads, keeps, or replaces it."""
 
 import pytest
 import torch
