@@ -53,6 +53,7 @@ from ..values.host_scalars import Numeral, without
 from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten
 from ..values.pytree_paths import attributes_of
 from ..values.tensor_subclasses import storages
+from ..values.texts import Text, held, may_miss
 from ..values.wording import MARKED, failure, first_line, innermost, naming
 from ..values.wording import operator as written
 from .call_arguments import Arguments
@@ -101,6 +102,7 @@ class DryRun:
         self._request, self._prepared, self._dials = request, prepared, dials
         self._outer = {identity(x) for x in request.reach.met}
         self._refused: list[Refusal] = []  # in code that may have caught it
+        self._unread: dict[int, Text] = {}  # what stands for strings, by their places
         self._stand_ins = ExitStack()  # puts back what was in the places of carried state
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
@@ -130,6 +132,8 @@ class DryRun:
         except (Advances, Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
             raise
         except BaseException as e:  # SystemExit and the like: effects before it are the live run's
+            if self._unread and isinstance(e, TypeError):  # of code in C that takes strings only
+                raise Fixed(texts=self._unread) from None
             raise self._failed(e) from e
         finally:
             grads = self._prepared.grads
@@ -211,10 +215,13 @@ class DryRun:
         self._stand_ins.callback(request.terms.carried.stand(by_name))
         watch.stood_in()
         found = before(self._prepared.snapshot.holders)
+        times = held(self._unread.values())
         result, state, listener = self._call(arguments.args, by_name, watch)
+        times = [now - then for now, then in zip(held(self._unread.values()), times, strict=True)]
         apart = self._dials.left()
         result, effects = self._with_effects(result, arguments, found, watch, listener)
         _none_read(texts, effects.known)
+        self._none_noted(times, effects.known, listener)
         wait_for_all(_leaves_of(result))  # only then each is known for what it is
         result, read, later, reckoned = without(result, {*map(identity, arguments.built)}, apart)
         del apart
@@ -292,16 +299,39 @@ class DryRun:
                 leaves[place] = t.requires_grad_() if tracing is None else tracing.source(i, t)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
+        if call.texts and not self._audits:
+            owners = attributes_of(call.shape)
+            self._unread = {place: Text(leaves[place]) for place in call.texts if owners[place] is None}
+            for place, text in self._unread.items():
+                leaves[place] = text
         return leaves
 
+    @property
+    def _audits(self) -> bool:
+        return self._request.terms.placement.within is not None
+
+    def _none_noted(self, more: Sequence[int], known: Ran | None, listener: Listener) -> None:
+        """Whether the call has read none of the strings for which something stands, each of which is held so many times more
+        than before: it hands on none either.
+
+        Raises:
+            Fixed: it may have read some.
+        """
+        if not self._unread:
+            return
+        unknown = known is None or may_miss([code for code, _ in listener.functions()])
+        texts = zip(self._unread.items(), more, strict=True)
+        if read := [place for (place, text), more in texts if unknown or text.was_read() or more > 0]:
+            raise Fixed(texts=read)
+
     def _texts(self, arguments: Arguments) -> list[_Text]:
-        """The strings that the call is not to read, which is noted from now on. (An audit notes nothing.)
+        """The strings in attributes that the call is not to read, which is noted from now on. (An audit notes nothing.)
 
         Raises:
             Fixed: that cannot be noted.
         """
-        call, audits = self._request.call, self._request.terms.placement.within is not None
-        if not call.texts or audits:
+        call = self._request.call
+        if len(call.texts) == len(self._unread) or self._audits:
             return []
         if self._reads is None:
             raise Fixed(texts=call.texts)

@@ -99,10 +99,10 @@ def test_c12_what_has_no_name_is_read_nowhere():
 def test_c12_signatures_that_do_not_come_again_are_explained(device):
     f = pg.record(lambda x, n: x * len(n))
     for n in range(5):
-        f(ramp(device, 3), "n" * n)
+        f(ramp(device, 3), b"n" * n)
     assert "\n5 of the last 5 calls had a signature of their own: another value of `n`" in pg.explain(f)
     for n in range(5):
-        f(ramp(device, 3), "n" * n)
+        f(ramp(device, 3), b"n" * n)
     assert "of their own" not in pg.explain(f)
 
 
