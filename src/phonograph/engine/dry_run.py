@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -132,7 +132,7 @@ class DryRun:
         except (Advances, Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
             raise
         except BaseException as e:  # SystemExit and the like: effects before it are the live run's
-            if self._unread and isinstance(e, TypeError):  # of code in C that takes strings only
+            if self._unread and not self._audits and isinstance(e, TypeError):  # of code in C that takes strings only
                 raise Fixed(texts=self._unread) from None
             raise self._failed(e) from e
         finally:
@@ -217,11 +217,12 @@ class DryRun:
         found = before(self._prepared.snapshot.holders)
         times = held(self._unread.values())
         result, state, listener = self._call(arguments.args, by_name, watch)
-        times = [now - then for now, then in zip(held(self._unread.values()), times, strict=True)]
+        more = [now - then for now, then in zip(held(self._unread.values()), times, strict=True)]
+        lasting = self._kept(more, result, arguments)
         apart = self._dials.left()
         result, effects = self._with_effects(result, arguments, found, watch, listener)
         _none_read(texts, effects.known)
-        self._none_noted(times, effects.known, listener)
+        self._none_noted(lasting, effects.known, listener)
         wait_for_all(_leaves_of(result))  # only then each is known for what it is
         result, read, later, reckoned = without(result, {*map(identity, arguments.built)}, apart)
         del apart
@@ -299,7 +300,7 @@ class DryRun:
                 leaves[place] = t.requires_grad_() if tracing is None else tracing.source(i, t)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
-        if call.texts and not self._audits:
+        if call.texts:
             owners = attributes_of(call.shape)
             self._unread = {place: Text(leaves[place]) for place in call.texts if owners[place] is None}
             for place, text in self._unread.items():
@@ -310,18 +311,30 @@ class DryRun:
     def _audits(self) -> bool:
         return self._request.terms.placement.within is not None
 
-    def _none_noted(self, more: Sequence[int], known: Ran | None, listener: Listener) -> None:
-        """Whether the call has read none of the strings for which something stands, each of which is held so many times more
-        than before: it hands on none either.
+    def _kept(self, more: Sequence[int], result: object, arguments: Arguments) -> Sequence[int]:
+        """How often the call has kept what stands for a string, each of which is held so many times `more` than before: but for
+        those in its result. (A container that is there twice holds one once.)"""
+        if not self._unread or contains_itself(result):
+            return more
+        flattener, leaves = Flattener({*map(identity, arguments.built)}), list[object]()
+        flattener.flatten(result, leaves)
+        if len({*map(identity, flattener.containers)}) < len(flattener.containers):
+            return more
+        returned = Counter(identity(x) for x in leaves if type(x) is Text)
+        return [n - returned[identity(text)] for n, text in zip(more, self._unread.values(), strict=True)]
+
+    def _none_noted(self, kept: Sequence[int], known: Ran | None, listener: Listener) -> None:
+        """Whether the call has read none of the strings for which something stands, and has kept none. (An audit notes
+        nothing.)
 
         Raises:
             Fixed: it may have read some.
         """
-        if not self._unread:
+        if not self._unread or self._audits:
             return
         unknown = known is None or may_miss([code for code, _ in listener.functions()])
-        texts = zip(self._unread.items(), more, strict=True)
-        if read := [place for (place, text), more in texts if unknown or text.was_read() or more > 0]:
+        texts = zip(self._unread.items(), kept, strict=True)
+        if read := [place for (place, text), n in texts if unknown or text.was_read() or n > 0]:
             raise Fixed(texts=read)
 
     def _texts(self, arguments: Arguments) -> list[_Text]:
@@ -480,7 +493,7 @@ class DryRun:
         grads = self._prepared.grads
         made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
         return Returned.of(result, effects.edits, effects.gained, effects.turned, built, self._outer | made_grads,
-                           effects.filled)  # fmt: skip
+                           effects.filled, self._unread)  # fmt: skip
 
     def _check(self, arguments: Arguments, modes_before: object, listener: Listener) -> None:
         """Refuse what the call has done to modes and arguments; take it back if its code was not all looked at."""

@@ -35,6 +35,10 @@ UNREAD = {
     "gone through": lambda batch: sum(x * 2 for x, _ in zip(batch["x"], batch["ids"], strict=True)),
     "of which the kind is asked": lambda batch: batch["x"] * _is_text(batch["path"]),
     "compared with None": lambda batch: batch["x"] if batch["path"] is not None else batch["x"] * 2,
+    "returned": lambda batch: (batch["path"], batch["x"] * 2),
+    "returned alone": lambda batch: batch["x"].mul_(2) is None or batch["path"],
+    "returned in a new list": lambda batch: ([*batch["ids"], batch["ids"][0]], batch["x"] * 2, {"of": batch["path"]}),
+    "returned beside their list": lambda batch: (batch["ids"], batch["ids"][1], batch["x"] * 2),
     "taken away": lambda batch: (batch.pop("path"), batch["x"] * 3)[1],
 }
 
@@ -48,8 +52,6 @@ READ = {
     "text": lambda batch: {f"{batch['path']}/loss": batch["x"].sum()},
     "a join": lambda batch: ("".join(batch["ids"]), batch["x"] * 2),
     "a sum": lambda batch: (batch["path"] + "x", "x" + batch["path"], batch["path"] % (), batch["x"] * 2),
-    "returned": lambda batch: (batch["path"], batch["x"] * 2),
-    "in a new list": lambda batch: ([*batch["ids"]], batch["x"] * 2),
     "its class": lambda batch: batch["x"] * (2 if type(batch["path"]) is str else 3),
     "a letter": lambda batch: batch["x"] * ord(batch["path"][6]),
     "json": lambda batch: (json.dumps(batch["ids"]), batch["x"] * 2),
@@ -116,16 +118,17 @@ def test_c9_a_string_that_is_read_in_some_calls_only(device):
 
 
 @may_run_live
-def test_c9_a_string_that_a_call_keeps(device):
+@pytest.mark.parametrize("returns", [lambda path: None, lambda path: path, lambda path: (path, path)], ids=range(3))
+def test_c9_a_string_that_a_call_keeps(device, returns):
     kept = []
 
     def step(batch):
         kept.append(batch["path"])
-        return batch["x"] * 2
+        return batch["x"] * 2, returns(batch["path"])
 
     f = pg.record(step, keep="always")
     for i in range(20):
-        assert_same(f(_batch(device, i)), ramp(device, 3, start=i + 1) * 2)
+        assert_same(f(_batch(device, i)), (ramp(device, 3, start=i + 1) * 2, returns(f"/data/{i}.png")))
     assert kept == [f"/data/{i}.png" for i in range(20)]
     assert {*map(type, kept)} == {str}
 
@@ -141,12 +144,29 @@ def test_c9_few_strings_have_a_recording_each(device):
     assert pg.stats(f).replayed >= 20, reasons(f)
 
 
-def test_c1_a_step_is_audited_with_the_strings_that_it_gets(device):
-    assert pg.stats(_calls(UNREAD["in a batch"], device, audit=4)).replayed >= CALLS - 5
+@pytest.mark.parametrize("case", ["in a batch", "returned", "returned in its list"])
+def test_c1_a_step_is_audited_with_the_strings_that_it_gets(device, case):
+    assert pg.stats(_calls(UNREAD[case], device, audit=4)).replayed >= CALLS - 5
 
 
-def test_c10_a_step_is_verified_with_the_strings_that_it_gets(device):
-    assert pg.stats(_calls(UNREAD["in a batch"], device, verify=3)).replayed >= CALLS - 5
+@pytest.mark.parametrize("case", ["in a batch", "returned", "returned in its list"])
+def test_c10_a_step_is_verified_with_the_strings_that_it_gets(device, case):
+    assert pg.stats(_calls(UNREAD[case], device, verify=3)).replayed >= CALLS - 5
+
+
+def test_c6_a_model_hands_on_the_strings_that_it_gets(device):
+    class Net(torch.nn.Linear):
+        def forward(self, x, path):
+            return {"y": super().forward(x), "path": path}
+
+    net = pg.record(Net(3, 2).to(device), keep="always")
+    for i in range(20):
+        net.zero_grad()
+        out = net(ramp(device, 3), f"/data/{i}.png")
+        out["y"].sum().backward()
+        assert out["path"] == f"/data/{i}.png"
+        assert_same(net.weight.grad, ramp(device, 3).repeat(2, 1))
+    assert pg.stats(net).replayed >= 14, reasons(net)
 
 
 def test_c19_who_reads_a_string_is_told_to_do_it_outside(device):
