@@ -43,7 +43,6 @@ from ..guards.reachable import Reach
 from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
-from ..python.memos import memos
 from ..python.origin import BACKWARD
 from ..python.putting_back import put_back
 from ..python.read_gate import Reads
@@ -367,7 +366,6 @@ class DryRun:
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
-        caching = reach.caching | memos.of_packages()
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -378,7 +376,7 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            watching_python(self._outer, heard, caching, self._untouched.left_out, watch, None, variables) as listener,
+            watching_python(self._outer, heard, reach.caching, self._untouched.left_out, watch, None, variables) as listener,
         ):
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)
