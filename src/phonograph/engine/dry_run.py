@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -101,7 +101,7 @@ class DryRun:
         self._request, self._prepared, self._dials = request, prepared, dials
         self._outer = {identity(x) for x in request.reach.met}
         self._refused: list[Refusal] = []  # in code that may have caught it
-        self._unread: dict[int, Text] = {}  # what stands for strings, by their places
+        self._unread: dict[int, Any] = {}  # by its place, what stands for a string; in an audit the string
         self._stand_ins = ExitStack()  # puts back what was in the places of carried state
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
@@ -301,7 +301,9 @@ class DryRun:
             leaves[place] = leaves[call.places[number]]
         if call.texts:
             owners = attributes_of(call.shape)
-            self._unread = {place: Text(leaves[place]) for place in call.texts if owners[place] is None}
+            self._unread = {
+                place: leaves[place] if self._audits else Text(leaves[place]) for place in call.texts if owners[place] is None
+            }
             for place, text in self._unread.items():
                 leaves[place] = text
         return leaves
@@ -313,7 +315,7 @@ class DryRun:
     def _kept(self, more: Sequence[int], result: object, arguments: Arguments) -> Sequence[int]:
         """How often the call has kept what stands for a string, each of which is held so many times `more` than before: but for
         those in its result. (A container that is there twice holds one once.)"""
-        if not self._unread or contains_itself(result):
+        if not self._unread or self._audits or contains_itself(result):
             return more
         flattener, leaves = Flattener({*map(identity, arguments.built)}), list[object]()
         flattener.flatten(result, leaves)

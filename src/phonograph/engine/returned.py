@@ -13,7 +13,6 @@ from ..python.identity import identity
 from ..values.container_edits import Edit
 from ..values.pytree import Flattener, can_be_opened
 from ..values.pytree_nodes import Node
-from ..values.texts import Text
 
 __all__ = ["Given", "GivenText", "Returned"]
 
@@ -32,7 +31,7 @@ class GivenText(NamedTuple):
     place: int
 
 
-_NONE: Mapping[int, Text] = MappingProxyType({})
+_NONE: Mapping[int, object] = MappingProxyType({})
 
 
 class Returned(NamedTuple):
@@ -53,7 +52,7 @@ class Returned(NamedTuple):
 
     @classmethod
     def of(cls, tree: object, edits: Sequence[Edit], gained: Sequence[int], turned: tuple[int, ...], built: Sequence[object],
-           outer: Set[int], filled: Set[int] = frozenset(), texts: Mapping[int, Text] = _NONE) -> Returned:  # fmt: skip
+           outer: Set[int], filled: Set[int] = frozenset(), texts: Mapping[int, object] = _NONE) -> Returned:  # fmt: skip
         """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`. What
         stands for the strings that it was given is `texts`, by their places."""
         numbers = {identity(c): i for i, c in enumerate(built)}
@@ -61,8 +60,8 @@ class Returned(NamedTuple):
         flattener, leaves = Flattener(shut, outer), list[object]()
         shape = flattener.flatten(tree, leaves)
         for i, leaf in enumerate(leaves):
-            if type(leaf) is Text:
-                leaves[i] = GivenText(next(place for place, text in texts.items() if text is leaf))
+            if (place := next((place for place, text in texts.items() if text is leaf), None)) is not None:
+                leaves[i] = GivenText(place)
                 continue
             number = numbers.get(identity(leaf), -1)
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):

@@ -14,15 +14,15 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import pairwise
-from types import CodeType
+from types import CodeType, NoneType
 from typing import NamedTuple
 
 from .code_cache import of_code
 
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asked_of_base", "asks_its_base",
-           "catches", "formats_any", "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself",
-           "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "uses_of_float",
-           "uses_of_int", "uses_of_reductions", "uses_of_type", "words_in", "words_of"]  # fmt: skip
+           "catches", "compares_identity", "formats_any", "hands_out", "has_instruction", "items_set", "looks_around",
+           "looks_around_itself", "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full",
+           "uses_of_float", "uses_of_int", "uses_of_reductions", "uses_of_type", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -826,6 +826,17 @@ def catches(code: CodeType) -> bool:
         for i, after in zip(instructions, [*instructions[1:], None], strict=True):
             bare = i.opname == "PUSH_EXC_INFO" and after is not None and after.opname == "POP_TOP"
             if bare or i.opname.startswith(_CATCHING):
+                return True
+    return False
+
+
+@of_code
+def compares_identity(code: CodeType) -> bool:
+    """Whether code asks which object something is (`a is b`), but for `None`, `True` and `False`."""
+    for inner in all_within(code):
+        instructions = [*dis.get_instructions(inner)]
+        for before, i in pairwise(instructions):
+            if i.opname == "IS_OP" and not (before.opname == "LOAD_CONST" and type(before.argval) in (bool, NoneType)):
                 return True
     return False
 

@@ -6,6 +6,7 @@ string takes it for none, and raises: who catches that is no judge of whether it
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import sys
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
-from ..python.bytecode import catches
+from ..python.bytecode import catches, compares_identity
 from ..python.code_cache import of_code
 from ..python.origin import STDLIB, is_ours, is_torchs, origin
 
 __all__ = ["Text", "held", "may_miss"]
 
-_UNHEARD = frozenset({"type", "id", "ctypes"})  # by what code may tell that it is no string, or look into it
+_UNHEARD = frozenset({"type", "id", "ctypes", "is_", "is_not"})  # by what code may tell that it is no string, or look into it
+_WITHIN = contextlib.__file__  # whose contexts let exceptions out, but for one
 
 
 class Text:
@@ -75,10 +77,15 @@ def held(texts: Iterable[Text]) -> list[int]:
 def may_miss(ran: Iterable[CodeType]) -> bool:
     """Whether some of this code may have read one, and that was not noted. (The standard library has it from others, and lets
     such exceptions out.)"""
-    others = (code for code in ran if origin(code.co_filename) is not STDLIB and not is_ours(code.co_filename))
-    return any(not is_torchs(code.co_filename) and _may_miss(code) for code in others)
+    theirs = [code for code in ran if not is_ours(code.co_filename) and not is_torchs(code.co_filename)]
+    return any(map(_may_swallow, theirs)) or any(_may_miss(code) for code in theirs if origin(code.co_filename) is not STDLIB)
+
+
+def _may_swallow(code: CodeType) -> bool:
+    """Whether this ends a context, and may keep an exception there."""
+    return code.co_name == "__exit__" and (code.co_filename != _WITHIN or code is contextlib.suppress.__exit__.__code__)
 
 
 @of_code
 def _may_miss(code: CodeType) -> bool:
-    return catches(code) or not _UNHEARD.isdisjoint(code.co_names)
+    return catches(code) or compares_identity(code) or not _UNHEARD.isdisjoint(code.co_names)

@@ -1,13 +1,16 @@
 """C1, C3, C4, C9: strings among the arguments that are others in each call: paths, identifiers, captions. One that the call
 does not read is no part of its signature; what it does with one that it reads is eager's."""
 
+import contextlib
 import json
+import operator
 from collections import Counter
 
 import pytest
 import torch
 
 import phonograph as pg
+from phonograph.engine import dry_run
 from phonograph.testing import assert_same
 from tests.helpers import may_run_live, ramp, reasons
 
@@ -105,6 +108,54 @@ def test_c9_a_string_that_is_not_read_is_no_part_of_the_signature(device, functi
 @pytest.mark.parametrize("function", READ.values(), ids=READ)
 def test_c1_a_string_that_is_read_gives_what_it_gives(device, function):
     _calls(function, device)
+
+
+class _Swallows:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return True
+
+
+def _joined(x, name, context):
+    with context:
+        return x * len(str.upper(name))  # in C, which takes strings only
+    return x * 2
+
+
+PAST_IT = {
+    "is": lambda x, name, chosen: x * (2 if name is chosen else 3),
+    "an operator": lambda x, name, chosen: x * (2 if any(operator.is_(name, one) for one in [chosen]) else 3),
+    "an error that is suppressed": lambda x, name, chosen: _joined(x, name, contextlib.suppress(TypeError)),
+    "an error that a context swallows": lambda x, name, chosen: _joined(x, name, _Swallows()),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("function", PAST_IT.values(), ids=PAST_IT)
+def test_c1_a_string_that_is_read_without_being_asked(device, function):
+    names = [f"{10 ** (i % 3 + 3)}/{i}" for i in range(CALLS)]
+
+    def step(x, name):
+        return function(x, name, names[20])
+
+    f = pg.record(step, keep="always")
+    for name in names:
+        assert_same(f(ramp(device, 3), name), step(ramp(device, 3), name))
+
+
+def test_c10_an_audit_reads_the_string_itself(device, monkeypatch):
+    """So whatever reads one, and nobody hears it, is found by the next audit."""
+    monkeypatch.setattr(dry_run, "may_miss", lambda ran: False)
+
+    def step(x, name):
+        return _joined(x, name, contextlib.suppress(TypeError))
+
+    f = pg.record(step, keep="always", audit=5)
+    with pytest.warns(pg.Stale):
+        for i in range(CALLS):
+            f(ramp(device, 3), f"{10 ** (i % 3 + 3)}/{i}")
 
 
 def test_c9_a_string_that_is_read_in_some_calls_only(device):
