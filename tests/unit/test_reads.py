@@ -3,9 +3,11 @@
 import _thread
 import abc
 import copy
+import dataclasses
 import enum
 import functools
 import gc
+import random
 import sys
 import threading
 import time
@@ -13,11 +15,13 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
 
+from phonograph.python import origin
 from phonograph.reads.gate import gate
 from phonograph.reads.place import mro_of
 from phonograph.reads.readset import ReadSet
@@ -132,6 +136,44 @@ def test_a_change_beside_what_was_read_is_none(what):
 def test_an_iterator_refuses_only_where_it_is_read():
     assert noted(lambda x: x.a, Plain()).refused == []
     assert noted(lambda x: x.steps, Plain()).refused == ["an iterator (list_iterator) at Plain.steps"]
+
+
+def test_what_we_ask_ourselves_is_no_read_of_the_call(monkeypatch):
+    """As where an operator is looked at: of which kind it is, and which number stands for another."""
+    space = {"__name__": "phonograph.looking", "random": random, "Mapping": Mapping}
+    source = "def look(x):\n    return isinstance(x, Mapping), random.uniform(0.0, 1.0)"
+    exec(compile(source, origin.__file__, "exec"), space)
+    look = space["look"]
+    reads = noted(lambda: look({}))
+    abc.ABC.register(type("Other", (), {}))
+    monkeypatch.setattr(random, "uniform", lambda a, b: a)
+    assert changed(reads) == []
+
+
+def test_which_classes_are_registered_counts_where_a_call_asks():
+    reads = noted(lambda: isinstance(PLAIN, Mapping))
+    abc.ABC.register(type("Other", (), {}))
+    assert changed(reads) == ["the classes registered with abstract ones"]
+
+
+class Described:
+    def __init_subclass__(cls):
+        cls.described = cls.__name__
+
+
+def test_a_class_may_be_made_by_the_call():
+    def make():
+        @dataclasses.dataclass(frozen=True)
+        class Point(Described):
+            x: int = 1
+
+        return Point().x, Point.described
+
+    assert make() == (1, "Point")
+    reads = ReadSet()
+    with reads.noting(make):
+        assert make() == (1, "Point")
+    assert changed(reads) == []
 
 
 def test_variables_of_functions_are_places(monkeypatch):

@@ -325,6 +325,8 @@ class DryRun:
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
         caching = reach.caching | memos.of_packages()
+        beyond, audits = prepared.beyond, self._reads is None and request.terms.placement.within is not None
+        left_out = self._untouched.left_out if audits else beyond.hears(self._untouched.left_out, request.terms.carried)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -335,8 +337,11 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            watching_python(self._outer, heard, caching, self._untouched.left_out, watch, None, variables) as listener,
+            nullcontext() if audits else beyond.noting(called),
+            watching_python(self._outer, heard, caching, left_out, watch, None, variables) as listener,
         ):
+            if not audits:
+                beyond.profiled_by(sys.getprofile())
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)
             listener.reads_past = None if self._reads is None else self._reads.read_past

@@ -30,6 +30,7 @@ from typing import Protocol
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Thing
 from .._torch.dynamo import not_compiled_by_itself, tells_of_compilation
+from ..python import read_gate
 from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_ours
@@ -37,7 +38,7 @@ from ..python.read_gate import DOORS_FILE, gates
 from ..python.standing import ended, fresh_in_children, standing
 from .place import in_class, mro_of, vars_of
 
-__all__ = ["ALL", "DOORS", "PAST", "Gate", "Hearing", "gate"]
+__all__ = ["ALL", "DOORS", "PAST", "Gate", "Hearing", "before_doors", "gate"]
 
 ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__"})
 """Names of attributes by which all attributes of an object are got at."""
@@ -47,7 +48,7 @@ _MOST = 300 if sys.version_info >= (3, 13) else sys.maxsize
 _opened = dict[int, int]()  # by identity, how often (at worst it counts for a class that has gone)
 _only_one = fresh_in_children(threading.Lock())
 DOORS = ("__getattribute__", "__setattr__", "__delattr__")
-_INSIDE = (DOORS_FILE, __file__)
+_INSIDE = (DOORS_FILE, __file__, read_gate.__file__)
 _getframe = sys._getframe
 
 
@@ -86,6 +87,8 @@ class Gate:
         self._kinds: dict[int, tuple[type, list[tuple[str, object, object]]]] = {}  # by identity: classes may say what is equal
         self._modules = list[tuple[ModuleType, type]]()
         self._module_kind: Thing = None
+        self.deaf = dict[int, CodeType]()
+        """Code, by identity, of which nobody need be told what it reads of modules, but for how they are imported."""
         self._codes = set[int]()
         self._kept = list[CodeType]()
 
@@ -135,7 +138,15 @@ class Gate:
         def get(module: object, name: str) -> object:
             return ModuleType if name == "__class__" else ModuleType.__getattribute__(module, name)
 
-        space = {"__getattribute__": self._reading(_as_door(get)), "__setattr__": self._setting(ModuleType.__setattr__),
+        plain, deaf = _as_door(get), self.deaf
+        heard = self._reading(plain)
+
+        def __getattribute__(module: object, name: str) -> object:  # noqa: N807 - it stands there as that
+            asks = _getframe().f_back  # none where a thread of C's or C++'s does, as autograd's of a GPU
+            is_deaf = asks is not None and identity(asks.f_code) in deaf and name != "__spec__"
+            return plain(module, name) if is_deaf else heard(module, name)
+
+        space = {"__getattribute__": _as_door(__getattribute__), "__setattr__": self._setting(ModuleType.__setattr__),
                  "__delattr__": self._deleting(ModuleType.__delattr__), "__slots__": (), "__module__": "builtins"}  # fmt: skip
         return type("module", (ModuleType,), space)
 
@@ -319,6 +330,7 @@ class Gate:
     def forget(self) -> None:
         """Who has listened. (The class that modules had leads here, and goes late.)"""
         self._hearing = self._profile = None
+        self.deaf.clear()
 
     def _close(self) -> None:
         """Take the doors out; may be called again."""
@@ -386,11 +398,14 @@ def _as_door(function: Thing) -> Thing:
 
 def _reader() -> FrameType | None:
     """The frame of the code that has come to a door, perhaps through others."""
-    frame = _getframe(1)
-    at: FrameType | None = frame
-    while at is not None and at.f_code.co_filename in _INSIDE:
-        at = at.f_back
-    return at
+    return before_doors(_getframe(1))
+
+
+def before_doors(frame: FrameType | None) -> FrameType | None:
+    """This frame, or the one of the code that has come to the door which this is."""
+    while frame is not None and frame.f_code.co_filename in _INSIDE:
+        frame = frame.f_back
+    return frame
 
 
 def _is_door(member: object) -> bool:

@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
 from typing import NamedTuple
@@ -25,13 +26,14 @@ from typing import NamedTuple
 import torch
 
 from .._torch.dynamic import Reading, Table, Thing
+from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
-from ..python.bytecode import has_instruction, used_in
+from ..python.bytecode import has_instruction, matches, used_in
 from ..python.identity import identity
 from ..python.introspection import MISSING, functions_with, own_dict
 from ..python.variable_loads import globals_of
 from . import values
-from .gate import ALL, DOORS, PAST, Gate
+from .gate import ALL, DOORS, PAST, Gate, before_doors
 from .place import (
     CONSTANTS,
     Place,
@@ -42,8 +44,10 @@ from .place import (
     cell,
     constants_of,
     imported,
+    in_class,
     klass,
     member,
+    module_of,
     mro_of,
     of_class_alone,
     registered,
@@ -52,14 +56,16 @@ from .place import (
     vars_of,
     what_stays,
 )
-from .whose import OURS, STDLIB, TORCH, USER, is_apart, is_worth_hearing, name_of, whose, whose_class, whose_module
+from .whose import OURS, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module, worth_hearing
 
 __all__ = ["ReadSet"]
 
 _REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
 _CELLS = frozenset({"__closure__", "cell_contents"})
+_UNCHANGING = CONSTANTS | {OpOverload, OpOverloadPacket}  # objects that nobody changes
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
 _IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
+_ASKS = frozenset({"isinstance", "issubclass", "get_cache_token"})
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -78,6 +84,8 @@ class ReadSet:
         """What is `apart` somebody else looks after, with all that it holds, and all tensors: of that only its classes count
         here, and what is reached through it. Somebody else may tell of starts (see `Gate`)."""
         self._apart = {identity(thing): thing for thing in apart}
+        self.stand_ins = set[int]()
+        """The identities of objects that stand in for others during the call: what holds for what is apart holds for them."""
         self._hears_starts = hears_starts
         self.reads: dict[tuple[int, object], Read | None] = {}
         self.refused = list[str]()
@@ -102,6 +110,10 @@ class ReadSet:
         self._ways = set[str]()  # of reflection, that code names
         self._functions: defaultdict[int, list[FunctionType]] = defaultdict(list)
         self._started, self._within = set[int](), set[int]()  # code that has run, and code of functions made by it
+        self._abstract = False  # whether an abstract class was read
+        self._asks_kinds = False  # whether code, and not for us or for torch, may ask of which class something is
+        self._entered = set[int]()  # global variables, of which the classes are heard
+        self._bodies = set[tuple[object, str]]()  # of classes, that have run: in which module, and by which name
         self._work, self._works = deque[tuple[object, str]](), False
         self._gate: Gate
 
@@ -136,9 +148,8 @@ class ReadSet:
         self._gate.profiled_by(profile)
 
     def _begin(self, roots: tuple[object, ...]) -> None:
-        for module in [*sys.modules.values()]:
-            if type(module) is ModuleType and is_worth_hearing(module):
-                self._gate.opens_module(module)
+        for module in worth_hearing():
+            self._gate.opens_module(module)
         for thing in self._apart.values():
             if type(thing) is FunctionType:
                 self._functions[identity(thing.__code__)].append(thing)
@@ -205,6 +216,8 @@ class ReadSet:
                 for name in stray.names:
                     self._of_object(thing, name)
         self._named_of_classes()
+        if self._abstract and self._asks_kinds:
+            self.note(registered())
         for key, read in [*self.reads.items()]:
             if read is not None:
                 self._left(key, read, read.place.get())
@@ -297,7 +310,10 @@ class ReadSet:
         self._class(kind, whole=False)
 
     def _class(self, kind: type, *, whole: bool) -> None:
-        self._open(kind)
+        if whole:
+            self._open_if_made(kind)
+        else:
+            self._open(kind)
         for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
             if whose_class(base) in (TORCH, STDLIB, OURS):
                 self._silent.update({base: None} if whole else {})
@@ -305,12 +321,16 @@ class ReadSet:
             self.note(klass(base, base.__qualname__, whole=whole))
             if self._apart and not whole:
                 self.note(constants_of(base, base.__qualname__), relied=False)
-        if whole and "_abc_impl" in vars_of(kind):
-            self.note(registered())
+        self._abstract = self._abstract or (whole and "_abc_impl" in vars_of(kind))
         if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
             kinds: list[type] = type.__subclasses__(kind)
             self._work.extend((below, below.__qualname__) for below in kinds)
             self._drain()
+
+    def _open_if_made(self, kind: type) -> None:
+        """Hear of objects of a class of which none was met, unless the call may be making it: who makes it asks what it has."""
+        if (module_of(kind), kind.__name__) not in self._bodies:
+            self._open(kind)
 
     def _function(self, f: FunctionType, path: str) -> None:
         if is_marked(f):
@@ -351,12 +371,16 @@ class ReadSet:
     def has_read(self, thing: Thing, name: str, frame: FrameType | None) -> None:
         by, kind = USER if frame is None else whose(frame.f_code.co_filename), type(thing)
         of_module = ModuleType in mro_of(kind)
-        if name == "__class__" or by == OURS:
+        if of_module and by in (TORCH, OURS) and frame is not None:
+            self._gate.deaf[identity(frame.f_code)] = frame.f_code
+        if name == "__class__" or OURS in (by, _for_whom(frame)):
             return
         if of_module:
             self._of_module(thing, name, by)
         elif not (by == TORCH and name == "__dict__") and (by not in (TORCH, STDLIB) or not is_apart(kind)):
             self._of_object(thing, name)
+        elif identity(thing) in self._apart and in_class(kind, name) is MISSING:
+            self._of_apart(thing, name)  # of its class there is nothing that others could read
 
     def _of_module(self, module: Thing, name: str, by: str) -> None:
         space = own_dict(module) or {}
@@ -378,9 +402,12 @@ class ReadSet:
             self._kept.append(thing)
 
     def _of_object(self, thing: Thing, name: str, *, relied: bool = True) -> None:
+        """An attribute is read, or written if it is not relied on."""
         key = identity(thing)
-        if key in self._apart:
+        if key in self._apart or key in self.stand_ins:
             self._of_apart(thing, name)
+            return
+        if values.is_held_in_bulk(type(thing)):
             return
         if key not in self._paths:
             self._stray(thing, name)
@@ -398,7 +425,9 @@ class ReadSet:
         if owner is not None and name not in DOORS and whose_class(owner) not in (USER, STDLIB, OURS):
             self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
         value = dict.get(own_dict(thing) or {}, name, MISSING)
-        if type(value) not in values.PURE | CONSTANTS and identity(value) not in self._paths:  # (those are the call's own)
+        stray = self._strays.get(identity(value))
+        own = type(value) in values.PURE | CONSTANTS or (stray is not None and stray.made)
+        if not own and identity(value) not in self._paths:
             self.value(value, f"{kind.__name__}.{name}")
 
     def _stray(self, thing: Thing, name: str) -> None:
@@ -418,7 +447,7 @@ class ReadSet:
 
     def _open(self, kind: type) -> bool:
         """Whether what is read of objects of this class is heard from now on. (Of what is held in bulk nothing need be.)"""
-        apart = kind in CONSTANTS or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
+        apart = kind in _UNCHANGING or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
         return not apart and self._gate.opens(kind)
 
     def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
@@ -446,10 +475,12 @@ class ReadSet:
 
     def starts(self, code: CodeType, frame: FrameType) -> bool:
         by = whose(code.co_filename)
+        if not code.co_flags & CO_OPTIMIZED:
+            self._bodies.add((frame.f_globals.get("__name__"), code.co_name))
         if code.co_name in _IMPORTS and by == STDLIB:
             self._imports(frame)
             return True
-        if by in (TORCH, OURS):
+        if by in (TORCH, OURS) or str(frame.f_globals.get("__name__")).startswith("namedtuple_"):
             return False
         self._started.add(identity(code))
         self._kept.append(code)
@@ -460,8 +491,10 @@ class ReadSet:
             self._absent(code)
             self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
             self._space(code, frame.f_globals)
+        ours = by == STDLIB and _for_whom(frame) in (TORCH, OURS)
+        self._asks_kinds = self._asks_kinds or not (ours or _ASKS.isdisjoint(code.co_names))
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            self._argument(frame.f_locals.get(name))
+            self._argument(frame.f_locals.get(name), ours=ours)
         return False
 
     def _run_by(self, code: CodeType, by: str) -> list[FunctionType]:
@@ -471,11 +504,15 @@ class ReadSet:
             return known
         return functions_with(code)
 
-    def _argument(self, value: Thing) -> None:
-        if type in mro_of(type(value)):
-            self.value(value, value.__qualname__)
-        else:
+    def _argument(self, value: Thing, *, ours: bool) -> None:
+        """A function is called with this, perhaps one of Python's own by torch or by us. (It is heard the first time only.)"""
+        if type not in mro_of(type(value)):
             self._open(type(value))
+            return
+        before = self._abstract
+        self.value(value, value.__qualname__)
+        if ours:
+            self._abstract = before
 
     def _absent(self, code: CodeType) -> None:
         """Modules that code imports, and that are not there: no door hears of those. What imports may be another as well."""
@@ -508,6 +545,7 @@ class ReadSet:
         self._globals(code, space)
         named = {*code.co_names, *(c for c in code.co_consts if type(c) is str)}
         self._names |= named
+        self._asks_kinds = self._asks_kinds or matches(code)
         self.users_names |= named if whose(code.co_filename) == USER else set()
         if not named.isdisjoint(PAST):
             self._hold_whole()
@@ -517,11 +555,13 @@ class ReadSet:
         for name in code.co_names:
             if name.partition(".")[0] in sys.modules:
                 self._may_import(name)
-        if code.co_name == "<module>":
+        if code.co_name == "<module>" or identity(space) in self._entered:
             return
+        self._entered.add(identity(space))
+        self._kept.append(space)
         for value in [*space.values()]:
             if type in mro_of(type(value)) and vars_of(value).get("__module__") == space.get("__name__"):
-                self._open(value)
+                self._open_if_made(value)
 
     def _may_import(self, name: str) -> None:
         """Hear what is read of the modules of this name, though they are torch's or Python's own."""
@@ -541,6 +581,16 @@ class ReadSet:
         for thing in kept:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
+
+
+def _for_whom(frame: FrameType | None) -> str:
+    """Whose code it is that runs in a frame, or has called Python's own that does."""
+    while frame is not None and (by := whose(frame.f_code.co_filename)) in (STDLIB, OURS):
+        before = before_doors(frame)
+        if by == OURS and before is frame:
+            return OURS
+        frame = frame.f_back if before is frame else before
+    return USER if frame is None else whose(frame.f_code.co_filename)
 
 
 def _shown(value: tuple[object, ...]) -> str:
