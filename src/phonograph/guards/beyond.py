@@ -10,32 +10,29 @@ change in each replay: such a call is refused, and what it has changed is put ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Protocol, TypeAlias
 
-import torch
-
-from .._torch.dynamic import Reading, Table, Thing
+from .._torch.dynamic import Table, Thing
 from ..errors import Overlooked, Refusal
-from ..python.dict_versions import of_class
-from ..python.holders import Holder, kept
-from ..python.identity import identity, reading_parts
+from ..python.holders import Holder
+from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_users
 from ..reads import CONSTANTS_ARE_READ
-from ..reads.place import Place, Read, is_constant, item_of, of_class_alone
-from ..reads.readset import ReadSet
+from ..reads.place import UNREAD, Place, Read, is_constant, vars_of
+from ..reads.readset import Members, ReadSet
 from ..reads.whose import OURS, USER, whose_module
 from .carried_state import Carried
+from .noted_places import of_classes, together
 from .packages import is_anothers
 from .reachable import Reach
 
 __all__ = ["Beyond", "beyond"]
 
-_BEFORE_MEMBERS = 3  # bases, its name, what derives from it: see `klass`
 LeftOut: TypeAlias = Callable[[FrameType], Overlooked | Refusal | None]
 _OF_OTHERS = frozenset({"<optimizer>"})
 """Kinds of places that are looked after elsewhere, wherever they lie."""
@@ -95,27 +92,26 @@ class _Noted:
         self.reads = ReadSet(found, hears_starts=False)
         self.noting, self.profiled_by = self.reads.noting, self.reads.profiled_by
         self._known = {*map(identity, (*found, *reach.spaces)), *reach.cells}
-        self._layers = {type(module) for module in reach.modules}
 
     def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
         self.reads.stand_ins = carried.holders()
         return partial(_heard, self.reads, left_out)  # (which leads not back here)
 
     def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
-        for read in self._of(self.reads.before):
-            if self._has_changed(read):
-                raise Refusal(f"changes {read.place.path}, which outlives the call", "change it outside", final=False)
+        changed = [read.place.path for read in self._of(self.reads.before) if self._has_changed(read)]
+        changed += [f"{c.kind.__qualname__}.{n}" for c in self._classes() for n in _changed(c) if n in self.reads.users_names]
+        if changed:
+            raise Refusal(f"changes {changed[0]}, which outlives the call", "change it outside", final=False)
         noted = self._of([read for read in self.reads.reads.values() if read is not None and read.relied])
-        forwards = [_place(of_class_alone(kind, "forward", f"{kind.__qualname__}.forward")) for kind in self._layers]
-        return [*forwards, *_places([read for read in noted if marks.isdisjoint(map(identity, read.value))])]
+        noted = [read for read in noted if marks.isdisjoint(map(identity, read.value))]
+        return [*together(noted), *of_classes(self._classes(), self.reads.names)]
+
+    def _classes(self) -> list[Members]:
+        return [members for key, members in self.reads.classes.items() if key not in self._known]
 
     def _has_changed(self, read: Read) -> bool:
         """Whether the call has changed a place in a way that each replay had to: all that the user's code changes is such."""
         place, now = read.place, read.place.get()
-        if place.name in ("<class>", "<constants>"):
-            before, after = (dict(zip(v[::2], v[1::2], strict=True)) for v in _members(read, now))
-            differ = {n for n in before.keys() | after.keys() if before.get(n, MISSING) is not after.get(n, MISSING)}
-            return not differ.isdisjoint(self.reads.users_names)
         if place.name == "<items>":
             by_user = place.path.rpartition(".")[2] in self.reads.users_names
         else:
@@ -128,9 +124,15 @@ class _Noted:
     def restore(self) -> None:
         noted = [read for read in self.reads.reads.values() if read is not None and read.value]
         for read in self._of([*self.reads.before, *reversed(noted)]):
-            whole = read.place.name in ("<items>", "<constants>") or all(map(_is_plain, read.value))
+            whole = read.place.name == "<items>" or all(map(_is_plain, read.value))
             if read.place.put is not None and whole and read.changed:
                 read.place.put(read.value)
+        for members in self._classes():
+            for name in _changed(members):
+                if is_constant(before := members.before.get(name, MISSING)):
+                    type.__setattr__(members.kind, name, before)
+                elif before is MISSING and name in self.reads.users_names:
+                    type.__delattr__(members.kind, name)
 
     def _is_beyond(self, place: Place) -> bool:
         if place.name in _OF_OTHERS or identity(place.of) in self._known or identity(place.of) in self.reads.stand_ins:
@@ -139,6 +141,14 @@ class _Noted:
 
     def _of(self, reads: Iterable[Read]) -> list[Read]:
         return [read for read in reads if self._is_beyond(read.place)]
+
+
+def _changed(members: Members) -> list[str]:
+    """The names of what a class has another of by now."""
+    if members.names is not None:
+        return []
+    before, now = members.before, vars_of(members.kind)
+    return [n for n in {*before, *now} - UNREAD if now.get(n, MISSING) is not before.get(n, MISSING)]
 
 
 def _heard(reads: ReadSet, left_out: LeftOut, frame: FrameType) -> Overlooked | Refusal | None:
@@ -164,44 +174,5 @@ def _is_plain(value: object) -> bool:
     return is_constant(value) or value is MISSING or issubclass(type(value), type)
 
 
-def _members(read: Read, now: Reading) -> tuple[Reading, Reading]:
-    """Names and values of what a class had, and has, one after the other."""
-    begin = 0 if read.place.name == "<constants>" else _BEFORE_MEMBERS
-    return read.value[begin:], now[begin:]
-
-
 def _is_count(before: object, now: object) -> bool:
     return type(before) is type(now) is int or not (is_constant(before) and is_constant(now))
-
-
-def _places(reads: list[Read]) -> Iterator[Holder]:
-    functions: list[Thing] = [read.place.of for read in reads if read.place.name == "<code>"]
-    if functions:
-        yield kept("code of packages", reading_parts(functions))
-    kinds: list[Thing] = [read.place.of for read in reads if read.place.name in ("<class>", "methods")]
-    if kinds:
-        yield kept("bases", lambda: tuple([k.__bases__ for k in kinds]))
-    for read in reads:
-        of: Thing = read.place.of
-        if read.place.name == "<items>" and _is_cache(of):
-            yield from (_place(item_of(of, key, read.place.path)) for key in _plain_items(of))
-        elif read.place.name != "<code>":
-            yield _place(read.place)
-
-
-def _is_cache(thing: Thing) -> bool:
-    """Whether a dictionary holds tensors: then there may be more in it in each call, and only plain items count."""
-    return issubclass(type(thing), dict) and any(issubclass(type(v), torch.Tensor) for v in dict.values(thing))
-
-
-def _plain_items(table: Table) -> list[object]:
-    return [k for k, v in dict.items(table) if is_constant(k) and is_constant(v)]
-
-
-def _place(place: Place) -> Holder:
-    inside = None if place.own is not None else place.inside
-    if place.name == "methods":
-        kind: Thing = place.of
-        inside = lambda: (of_class(kind),)  # noqa: E731 - (its bases are asked for beside it)
-    return Holder(place.path, place.get, lambda _: None, named=lambda path, *_: path,
-                  inside=None if inside is None else lambda: [*inside()])  # fmt: skip

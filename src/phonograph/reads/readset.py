@@ -16,7 +16,7 @@ import builtins
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
 from itertools import chain
@@ -30,19 +30,20 @@ from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
 from ..python.bytecode import has_instruction, matches, used_in
 from ..python.identity import identity
-from ..python.introspection import MISSING, functions_with, own_dict
+from ..python.introspection import MISSING, functions_of, functions_with, own_dict
+from ..python.read_gate import behind_gate
 from ..python.variable_loads import globals_of
 from . import values
 from .gate import ALL, DOORS, PAST, Gate, before_doors
 from .place import (
     CONSTANTS,
+    UNREAD,
     Place,
     Read,
     alike,
     all_of_space,
     attribute,
     cell,
-    constants_of,
     imported,
     in_class,
     klass,
@@ -51,12 +52,13 @@ from .place import (
     mro_of,
     of_class_alone,
     registered,
+    subclasses,
     tensor,
     variable,
     vars_of,
     what_stays,
 )
-from .whose import OURS, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module, worth_hearing
+from .whose import OURS, PACKAGE, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module, worth_hearing
 
 __all__ = ["ReadSet"]
 
@@ -75,6 +77,14 @@ class _Stray(NamedTuple):
     ref: weakref.ref[Thing]
     names: set[str]
     made: bool
+
+
+class Members(NamedTuple):
+    """What a class had itself when it was first met, and the names by which that counts; None for all that code names."""
+
+    kind: Thing
+    before: dict[str, object]
+    names: set[str] | None
 
 
 class ReadSet:
@@ -100,7 +110,12 @@ class ReadSet:
         """Attributes that the user's code has set, by the identities of what has them and their names."""
         self.users_names = set[str]()
         """Names and texts in the user's code that has run."""
-        self._names = set[str]()  # in that of packages as well
+        self.names = set[str]()
+        """Those in that of packages as well, and names that were worked out."""
+        self.classes = dict[int, Members]()
+        """Classes, by identity, where somebody else looks after others."""
+        self._torchs = dict[int, list[set[str]]]()  # by class, the names that count of torch's classes from which it derives
+        self._unnamed: defaultdict[str, list[object]] = defaultdict(list)  # what classes have by names that no code has named
         self._silent = dict[type, None]()  # classes of which all is read, and that are not held whole
         self._whole = False
         self._replaced = list[object]()
@@ -155,6 +170,8 @@ class ReadSet:
                 self._functions[identity(thing.__code__)].append(thing)
         for kind in {*map(type, self._apart.values())}:
             self._class(kind, whole=False)
+            if torch.nn.Module in mro_of(kind):
+                self._of_class(kind, "forward")
         for root in roots:
             self.value(root, name_of(root))
 
@@ -228,9 +245,9 @@ class ReadSet:
         """Of classes of torch's and of Python's own, of which much may change and does not count, the plain values that code
         names."""
         for kind in self._silent:
-            for name in self._names & vars_of(kind).keys():
+            for name in self.names & vars_of(kind).keys():
                 if type(vars_of(kind)[name]) in CONSTANTS and not name.startswith("__"):
-                    self.note(of_class_alone(kind, name, f"{kind.__qualname__}.{name}"))
+                    self._of_class(kind, name)
 
     def _left(self, key: tuple[int, object], read: Read, now: Reading) -> None:
         """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
@@ -242,7 +259,7 @@ class ReadSet:
             self.reads[key] = read._replace(value=(), relied=False)
             if read.relied:
                 self._hold_what_stays(key, read, now)
-        elif not read.relied and key[1] != "<constants>":
+        elif not read.relied:
             self.reads[key] = read._replace(relied=True)
 
     def _hold_what_stays(self, key: tuple[int, object], read: Read, now: Reading) -> None:
@@ -254,8 +271,8 @@ class ReadSet:
                 self.reads.setdefault((identity(one.place.of), one.place.name), one)
         elif key[1] in ("<class>", "<methods>"):
             kind: Thing = read.place.of
-            for name, value in zip(now[3::2], now[4::2], strict=True):
-                if any(value is v for n, v in zip(read.value[3::2], read.value[4::2], strict=True) if n == name):
+            for name, value in zip(now[2::2], now[3::2], strict=True):
+                if any(value is v for n, v in zip(read.value[2::2], read.value[3::2], strict=True) if n == name):
                     self.note(of_class_alone(kind, name, f"{read.place.path}.{name}"))
 
     def _forget_what_was_replaced(self) -> None:
@@ -317,15 +334,55 @@ class ReadSet:
         for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
             if whose_class(base) in (TORCH, STDLIB, OURS):
                 self._silent.update({base: None} if whole else {})
-                continue
-            self.note(klass(base, base.__qualname__, whole=whole))
-            if self._apart and not whole:
-                self.note(constants_of(base, base.__qualname__), relied=False)
+            elif self._apart:
+                self._members(base)
+            else:
+                self.note(klass(base, base.__qualname__, whole=whole))
         self._abstract = self._abstract or (whole and "_abc_impl" in vars_of(kind))
         if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
-            kinds: list[type] = type.__subclasses__(kind)
-            self._work.extend((below, below.__qualname__) for below in kinds)
-            self._drain()
+            self.note(subclasses(kind, kind.__qualname__))
+
+    def _members(self, kind: Thing, *, few: bool = False) -> Members:
+        """A class, of which counts what code names; or of which only a `few` names count."""
+        key = identity(kind)
+        known = self.classes.get(key)
+        if known is None:
+            own = {} if few else {n: v for n, v in vars_of(kind).items() if n not in UNREAD}
+            known = self.classes[key] = Members(kind, own, set() if few else None)
+            self._kept.append(kind)
+            for n, v in own.items():
+                if type(v) in CONSTANTS:
+                    continue
+                if n in self.names:
+                    self._work.append((v, f"{kind.__qualname__}.{n}"))
+                else:
+                    self._unnamed[n].append(v)
+        return known
+
+    def _of_class(self, kind: Thing, name: str) -> None:
+        """This is read of objects of a class, or of it itself."""
+        if not self._apart:
+            self.note(of_class_alone(kind, name, f"{kind.__qualname__}.{name}"))
+            return
+        key = identity(kind)
+        if key not in self._torchs:
+            bases = [(base, whose_class(base)) for base in mro_of(kind)]
+            self._torchs[key] = [
+                names for base, by in bases if by == TORCH and (names := self._members(base, few=True).names) is not None
+            ]
+            for base, by in bases:
+                if by in (USER, PACKAGE):
+                    self._members(base)
+        for names in self._torchs[key]:
+            names.add(name)
+        self._named({name})
+
+    def _named(self, names: Set[str]) -> None:
+        """Code names these."""
+        self.names |= names
+        for name in names & self._unnamed.keys():
+            self._work.extend((v, name) for v in self._unnamed.pop(name))
+        self._drain()
 
     def _open_if_made(self, kind: type) -> None:
         """Hear of objects of a class of which none was met, unless the call may be making it: who makes it asks what it has."""
@@ -338,7 +395,7 @@ class ReadSet:
         key = identity(f.__code__)
         if f not in self._functions[key]:
             self._functions[key].append(f)
-        if whose(f.__code__.co_filename) not in (TORCH, STDLIB, OURS):
+        if whose(f.__code__.co_filename) not in (TORCH, STDLIB, OURS) and (key in self._started or not self._apart):
             self.note(values.code_of(f, f.__qualname__))
         if key in self._started or not self._ways.isdisjoint(_CELLS):
             self._variables(f)
@@ -415,6 +472,8 @@ class ReadSet:
         if name in ALL or self._whole:
             self.value(own_dict(thing), self._paths[key])
         if name not in DOORS:
+            if self._apart:
+                self._of_class(type(thing), name)
             self.note(attribute(thing, name, f"{self._paths[key]}.{name}"), relied=relied)
 
     def _of_apart(self, thing: Thing, name: str) -> None:
@@ -423,7 +482,7 @@ class ReadSet:
         kind = type(thing)
         owner = next((base for base in mro_of(kind) if name in vars_of(base)), None)
         if owner is not None and name not in DOORS and whose_class(owner) not in (USER, STDLIB, OURS):
-            self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
+            self._of_class(kind, name)
         value = dict.get(own_dict(thing) or {}, name, MISSING)
         stray = self._strays.get(identity(value))
         own = type(value) in values.PURE | CONSTANTS or (stray is not None and stray.made)
@@ -435,7 +494,7 @@ class ReadSet:
         key, kind = identity(thing), type(thing)
         found = dict.get(own_dict(thing) or {}, name, MISSING)
         if found is MISSING and whose_class(kind) not in (TORCH, STDLIB, OURS) and name not in DOORS:
-            self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
+            self._of_class(kind, name)
         self._open(type(found))
         if (stray := self._met(thing, key, made=False)) is not None:
             stray.names.add(name)
@@ -484,7 +543,7 @@ class ReadSet:
             return False
         self._started.add(identity(code))
         self._kept.append(code)
-        for f in self._run_by(code, by):
+        for f in self._run_by(code, by, frame):
             self._function(f, f.__qualname__)
             self._variables(f)
         if by != STDLIB:
@@ -497,9 +556,11 @@ class ReadSet:
             self._argument(frame.f_locals.get(name), ours=ours)
         return False
 
-    def _run_by(self, code: CodeType, by: str) -> list[FunctionType]:
-        """The functions that run this code, and were there before."""
+    def _run_by(self, code: CodeType, by: str, frame: FrameType) -> list[FunctionType]:
+        """The functions that run this code, and were there before. (To look for them everywhere takes long.)"""
         known = [f for f in self._functions.get(identity(code), ()) if f.__code__ is code]
+        if not known and "__class__" in code.co_freevars and by != STDLIB:
+            known = _methods(frame.f_locals.get("__class__"), code)
         if known or by == STDLIB or not code.co_freevars or identity(code) in self._within:
             return known
         return functions_with(code)
@@ -544,7 +605,7 @@ class ReadSet:
     def _space(self, code: CodeType, space: Table) -> None:
         self._globals(code, space)
         named = {*code.co_names, *(c for c in code.co_consts if type(c) is str)}
-        self._names |= named
+        self._named(named)
         self._asks_kinds = self._asks_kinds or matches(code)
         self.users_names |= named if whose(code.co_filename) == USER else set()
         if not named.isdisjoint(PAST):
@@ -581,6 +642,16 @@ class ReadSet:
         for thing in kept:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
+
+
+def _methods(kind: Thing, code: CodeType) -> list[FunctionType]:
+    """The methods of a class that run this code."""
+    found = (
+        (f for member in vars_of(kind).values() for f in functions_of(behind_gate(member)))
+        if type in mro_of(type(kind))
+        else ()
+    )
+    return [f for f in found if type(f) is FunctionType and f.__code__ is code]
 
 
 def _for_whom(frame: FrameType | None) -> str:

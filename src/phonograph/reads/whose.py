@@ -25,8 +25,8 @@ __all__ = ["OURS", "PACKAGE", "STDLIB", "TORCH", "USER", "is_apart", "name_of", 
 USER, PACKAGE, STDLIB, TORCH, OURS = "user", "package", "stdlib", "torch", "ours"
 # Classes of the standard library whose own work with their objects is not a read of a program's values.
 _APART = frozenset({"builtins", "_frozen_importlib", "_frozen_importlib_external", "importlib", "abc", "_abc", "typing", "io",
-                    "_io", "re", "logging", "weakref", "_weakref", "contextlib", "enum", "inspect", "ast", "dis", "asyncio",
-                    "threading", "_thread", "torch", "phonograph", "numpy", "sys"})  # fmt: skip
+                    "_io", "re", "logging", "weakref", "_weakref", "contextlib", "dataclasses", "enum", "inspect", "ast", "dis",
+                    "asyncio", "threading", "_thread", "torch", "phonograph", "numpy", "sys"})  # fmt: skip
 _OF_TORCH = (torch.optim.Optimizer, torch.autograd.Function, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler,
              torch.distributions.Distribution, torch.distributions.Transform, torch.utils.data.Dataset)  # fmt: skip
 _LIBRARY = {sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__) + os.sep}
