@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType, ModuleType
 
 import torch
@@ -122,12 +122,22 @@ def _alone(places: list[Place], objects: list[Thing]) -> Iterator[Holder]:
         read_each = [place.get for place in gets]
 
         def read() -> Reading:
-            return *map(contents, cells), *[get()[0] for get in read_each], *map(type, objects), *[d() for d in find]
+            return *_contents_of(cells), *[get()[0] for get in read_each], *map(type, objects), *[d() for d in find]
 
         yield Holder("class", read, _not, named=lambda path, i, _: names[i] if i < len(names) else path)
     for place in others:
         if place.name != "<cell>" and not _is_one(place):
             yield Holder(place.path, place.get, _not, named=lambda path, *_: path)
+
+
+def _contents_of(cells: list[Thing]) -> list[object]:
+    try:
+        return [*map(_contents, cells)]
+    except ValueError:  # one is empty
+        return [*map(contents, cells)]
+
+
+_contents: Callable[[Thing], object] = attrgetter("cell_contents")
 
 
 def _is_one(place: Place) -> bool:

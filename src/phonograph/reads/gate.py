@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType, FunctionType, MethodWrapperType, ModuleType, WrapperDescriptorType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Thing
@@ -34,7 +34,7 @@ from ..python import read_gate
 from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_ours
-from ..python.read_gate import DOORS_FILE, gates
+from ..python.read_gate import DOORS_FILE, behind_gate, gates, where_heard
 from ..python.standing import ended, fresh_in_children, standing
 from .place import in_class, mro_of, vars_of
 
@@ -71,6 +71,16 @@ class Hearing(Protocol):
         """From now on, it is told of nothing: a compiler has begun to work, and must not meet the doors."""
 
 
+class _Put(NamedTuple):
+    """A door in a class, and what stood there: perhaps a gate of others, with this member behind it."""
+
+    kind: type
+    name: str
+    stood: object
+    member: object
+    door: object
+
+
 class Gate:
     """The doors of one call, on the thread that makes it."""
 
@@ -84,7 +94,7 @@ class Gate:
         self._hears_starts = hears_starts
         self._profile: Thing = None
         self._stands = False
-        self._kinds: dict[int, tuple[type, list[tuple[str, object, object]]]] = {}  # by identity: classes may say what is equal
+        self._kinds: dict[int, tuple[type, list[_Put]]] = {}  # by identity: classes may say what is equal
         self._modules = list[tuple[ModuleType, type]]()
         self._module_kind: Thing = None
         self.deaf = dict[int, CodeType]()
@@ -103,19 +113,22 @@ class Gate:
             return False
         if not self._stands:
             return True  # it would be heard
-        put = list[tuple[str, object, object]]()
+        put = list[_Put]()
         self._kinds[key] = kind, put
         for name, door in zip(DOORS, (self._reading, self._setting, self._deleting), strict=True):
-            stands = in_class(kind, name)
+            at: type = kind
+            if name == DOORS[0] and type(behind_gate(in_class(kind, name))) is FunctionType:
+                at = where_heard(kind) or kind
+            stands = in_class(at, name)
             if not _is_door(stands):  # (it has that of a class that it derives from)
-                self._put(kind, name, door(stands), put)
+                self._put(at, name, door(stands), put)
         _opened[key] = _opened.get(key, 0) + 1
         return True
 
     @staticmethod
-    def _put(kind: type, name: str, door: object, put: list[tuple[str, object, object]]) -> None:
+    def _put(kind: type, name: str, door: object, put: list[_Put]) -> None:
         stood = vars_of(kind).get(name, MISSING)
-        put.append((name, stood, door))
+        put.append(_Put(kind, name, stood, behind_gate(stood), door))
         gates[door] = stood
         type.__setattr__(kind, name, door)
 
@@ -340,9 +353,9 @@ class Gate:
             if type(module) is self._module_kind:
                 object.__setattr__(module, "__class__", kind)
             self._modules.pop()
-        for kind, put in reversed(self._kinds.values()):
+        for _, put in reversed(self._kinds.values()):
             while put:
-                _take_out(kind, *put[-1])
+                _take_out(put[-1])
                 put.pop()
         self._kinds.clear()
 
@@ -412,10 +425,11 @@ def _is_door(member: object) -> bool:
     return type(member) is FunctionType and member.__code__.co_filename == DOORS_FILE
 
 
-def _take_out(kind: type, name: str, stood: object, door: object) -> None:
-    if vars_of(kind).get(name) is door:
+def _take_out(put: _Put) -> None:
+    if vars_of(put.kind).get(put.name) is put.door:
+        stood = put.stood if put.stood is put.member or put.stood in gates else put.member  # (that gate has been taken out)
         if stood is MISSING:
-            type.__delattr__(kind, name)
+            type.__delattr__(put.kind, put.name)
         else:
-            type.__setattr__(kind, name, stood)
-    gates.pop(door, None)  # late: other threads may look at the class
+            type.__setattr__(put.kind, put.name, stood)
+    gates.pop(put.door, None)  # late: other threads may look at the class

@@ -28,7 +28,7 @@ import torch
 from .._torch.dynamic import Reading, Table, Thing
 from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
-from ..python.bytecode import has_instruction, matches, used_in
+from ..python.bytecode import asks_its_base, has_instruction, matches, used_in
 from ..python.identity import identity
 from ..python.introspection import MISSING, functions_of, functions_with, own_dict
 from ..python.read_gate import behind_gate
@@ -608,7 +608,7 @@ class ReadSet:
         self._named(named)
         self._asks_kinds = self._asks_kinds or matches(code)
         self.users_names |= named if whose(code.co_filename) == USER else set()
-        if not named.isdisjoint(PAST):
+        if not named.isdisjoint(PAST) and not (code.co_name == "__getattribute__" and asks_its_base(code)):
             self._hold_whole()
         if not named.isdisjoint(_REFLECTS):
             self.note(all_of_space(space, "globals()"))
