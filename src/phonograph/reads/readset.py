@@ -513,7 +513,8 @@ class ReadSet:
         key = identity(thing)
         if frame is not None and whose(frame.f_code.co_filename) == USER:
             self.set_by_users.add((key, name))
-        if ModuleType in mro_of(type(thing)) and (space := own_dict(thing)) is not None:
+        by_import = frame is not None and whose(frame.f_code.co_filename) == STDLIB
+        if ModuleType in mro_of(type(thing)) and not by_import and (space := own_dict(thing)) is not None:
             self.note(variable(space, name, name), relied=False)  # as the module's own functions read it
         if key not in self._paths:
             self._met(thing, key, made=not own_dict(thing))  # what has no attributes yet is being made
