@@ -3,6 +3,7 @@
 import _thread
 import abc
 import copy
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -21,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+from phonograph._torch import autograd
 from phonograph.python import origin
 from phonograph.reads.gate import gate
 from phonograph.reads.place import mro_of
@@ -218,6 +220,33 @@ def test_a_module_is_asked_where_no_code_of_pythons_runs(monkeypatch):
     noted(asks)
     assert over.wait(10)
     assert raised == []
+
+
+def test_a_thread_that_none_of_pythons_code_has_made_is_heard_within_a_backward(monkeypatch):
+    """As autograd's of a GPU. Who asks where it runs meets the doors of modules and of classes: it asks none of them."""
+    monkeypatch.setattr(SETTINGS, "rate", 1.0, raising=False)
+    monkeypatch.setattr(autograd, "backward_id", lambda: 1)
+    raised, plain = [], Plain()
+    monkeypatch.setattr(sys, "unraisablehook", lambda raising: raised.append(raising.exc_value))
+
+    def asks():
+        _ = threading.current_thread().name, plain.a, SETTINGS  # so that these are heard
+        _from_c(lambda: SETTINGS.rate * plain.a)
+
+    with ReadSet().noting(asks) as reads:
+        reads.goes_with(None, lambda: threading.get_ident() == -1)
+        asks()
+    assert raised == []
+    monkeypatch.setattr(SETTINGS, "rate", 2.0)
+    assert changed(reads) == ["settings_of_the_tests.rate"]
+
+
+def _from_c(work):
+    """Called by a thread that C makes."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    calls, thread, c = kind(lambda _: work() and None), ctypes.c_ulong(), ctypes.CDLL(None)
+    assert c.pthread_create(ctypes.byref(thread), None, calls, None) == 0
+    c.pthread_join(thread, None)
 
 
 def test_a_module_that_was_not_there_may_come(monkeypatch):

@@ -341,7 +341,7 @@ class DryRun:
             watching_python(self._outer, heard, caching, left_out, watch, None, variables) as listener,
         ):
             if not audits:
-                beyond.profiled_by(sys.getprofile())
+                beyond.goes_with(sys.getprofile(), listener.collecting)
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)
             listener.reads_past = None if self._reads is None else self._reads.read_past

@@ -47,8 +47,8 @@ class Beyond(Protocol):
     def noting(self, called: object) -> AbstractContextManager[object]:
         """Note what is read while the block runs."""
 
-    def profiled_by(self, profile: object) -> None:
-        """This function tells of starts."""
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        """This function tells of starts. What runs is not the call's while it is `aside`."""
 
     def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
         """The places that count, but for the numbers that are followed, of which `marks` are the identities. The call `ran`
@@ -74,7 +74,7 @@ class _Named:
     def noting(self, called: object) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def profiled_by(self, profile: object) -> None:
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
         pass
 
     def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
@@ -90,7 +90,7 @@ class _Noted:
     def __init__(self, reach: Reach) -> None:
         found = [thing for thing in reach.met if not _is_of_others(thing)]
         self.reads = ReadSet(found, hears_starts=False)
-        self.noting, self.profiled_by = self.reads.noting, self.reads.profiled_by
+        self.noting, self.goes_with = self.reads.noting, self.reads.goes_with
         self._known = {*map(identity, (*found, *reach.spaces)), *reach.cells}
 
     def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:

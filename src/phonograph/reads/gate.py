@@ -49,7 +49,7 @@ _opened = dict[int, int]()  # by identity, how often (at worst it counts for a c
 _only_one = fresh_in_children(threading.Lock())
 DOORS = ("__getattribute__", "__setattr__", "__delattr__")
 _INSIDE = (DOORS_FILE, __file__, read_gate.__file__)
-_getframe = sys._getframe
+_getframe, _here = sys._getframe, threading.get_ident  # (nobody is asked for these: modules have doors)
 
 
 class Hearing(Protocol):
@@ -91,6 +91,7 @@ class Gate:
         self._known = known
         self._thread, self.closed = threading.get_ident(), True
         """Nobody is told while it is closed."""
+        self._aside: Callable[[], bool] = bool
         self._hears_starts = hears_starts
         self._profile: Thing = None
         self._stands = False
@@ -164,11 +165,10 @@ class Gate:
         return type("module", (ModuleType,), space)
 
     def _reading(self, get: Thing) -> Thing:
-        known, here, ident = self._known, self._thread, threading.get_ident
-        of_autograd, told = on_thread_of_autograds, self._telling
+        known, is_heard, told = self._known, self._is_of_the_call, self._telling
 
         def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
-            if (identity(thing), name) not in known and not self.closed and (ident() == here or of_autograd()):
+            if (identity(thing), name) not in known and not self.closed and is_heard():
                 told(self._hearing.has_read, thing, name, _reader())
             return get(thing, name)
 
@@ -189,7 +189,7 @@ class Gate:
         return _as_door(__delattr__)
 
     def _is_of_the_call(self) -> bool:
-        return threading.get_ident() == self._thread or on_thread_of_autograds()
+        return _here() == self._thread or on_thread_of_autograds()
 
     def _written(self, thing: object, name: str) -> None:
         if not self.closed and self._is_of_the_call():
@@ -202,7 +202,8 @@ class Gate:
         if pauses:
             sys.setprofile(None)
         try:
-            tell(*what)
+            if not self._aside():
+                tell(*what)
         finally:
             self.closed = not self._stands
             if pauses:
@@ -219,9 +220,10 @@ class Gate:
         if self._stands and not HEARS_STARTS and identity(frame.f_code) not in self._codes:
             self._starts(frame.f_code, frame)
 
-    def profiled_by(self, profile: object) -> None:
-        """This function tells of starts. It pauses while somebody is told of what was read."""
-        self._profile = profile
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        """This function tells of starts. It pauses while somebody is told of what was read. What runs is not the call's while
+        it is `aside`: while the garbage collector works, say."""
+        self._profile, self._aside = profile, aside
 
     def _starts(self, code: CodeType, frame: FrameType) -> bool:
         """Whether that is to be heard again."""
@@ -229,7 +231,7 @@ class Gate:
             return False
         self.closed = True
         try:
-            again: bool = self._hearing.starts(code, frame)
+            again: bool = self._aside() or self._hearing.starts(code, frame)
         finally:
             self.closed = not self._stands
         if not again:
@@ -343,6 +345,7 @@ class Gate:
     def forget(self) -> None:
         """Who has listened. (The class that modules had leads here, and goes late.)"""
         self._hearing = self._profile = None
+        self._aside = bool
         self.deaf.clear()
 
     def _close(self) -> None:
@@ -394,6 +397,8 @@ _flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
 
 def _may_open(kind: type) -> bool:
     if not _flags_of(kind) & _HEAP_TYPE or _flags_of(kind) & _IMMUTABLE or type in mro_of(kind):
+        return False
+    if vars_of(kind).get("_is_protocol") is True:  # what it has, objects are asked for
         return False
     of_meta = [vars_of(base).get("__setattr__", type.__setattr__) for base in mro_of(type(kind)) if base is not object]
     if any(

@@ -16,7 +16,7 @@ import builtins
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
 from itertools import chain
@@ -158,9 +158,9 @@ class ReadSet:
         """A function starts, as somebody else has heard."""
         self._gate.started(frame)
 
-    def profiled_by(self, profile: object) -> None:
-        """This function tells of starts."""
-        self._gate.profiled_by(profile)
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        """This function tells of starts. What runs is not the call's while it is `aside`."""
+        self._gate.goes_with(profile, aside)
 
     def _begin(self, roots: tuple[object, ...]) -> None:
         for module in worth_hearing():
