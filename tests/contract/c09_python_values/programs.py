@@ -17,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["GROUPS", "counts", "function_of", "load"]
+__all__ = ["GROUPS", "UNNOTED", "counts", "function_of", "load"]
 
 _PACKAGE = {  # an installed one
     "pkgx/__init__.py": "RATE = 2.0\n"
