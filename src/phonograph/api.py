@@ -26,7 +26,7 @@ from .engine.parts import counted
 from .engine.recorded import Recorded
 from .engine.repeated_records import made_anew
 from .guards.module_epochs import give_back
-from .observe.writing import Report
+from .observe.page import Report
 from .options import Options, parameters
 from .python.origin import has_called
 from .shapes.buckets import Padded

@@ -32,30 +32,37 @@ def test_what_a_cache_keeps(maxsize):
     assert kept_tensors(memo) == []
 
 
+def wraps(memos, function):
+    return memos.wraps(function.__code__, function.__globals__)
+
+
 def test_new_ones_are_found_and_those_that_have_gone_are_not():
     memos = Memos()
-    before = set(memos.of_packages())
     for _ in range(3):
         function = of_package()
+        assert not wraps(memos, function)
         memo = functools.lru_cache(function)
         table = memo(3)
-        assert set(memos.of_packages()) - before == {identity(function.__code__)}
+        assert wraps(memos, function)
         assert memos.keeper(lambda t, table=table: t is table) is memo
         del memo
         gc.collect()
         assert memos.keeper(lambda t, table=table: t is table) is None
 
 
-def test_they_are_listed_only_where_there_are_new_ones(monkeypatch):
-    memos, listed = Memos(), []
-    memos.of_packages()
-    monkeypatch.setattr(gc, "get_objects", lambda: listed.append(1) or [])
-    memos.of_packages()
-    memos.keeper(lambda t: False)
+def test_they_are_listed_only_where_there_are_new_ones_and_for_code_that_may_be_of_one(monkeypatch):
+    memos, listed, function = Memos(), [], of_package()
+    monkeypatch.setattr(gc, "get_referrers", lambda kind: listed.append(kind) or [])
+    assert not wraps(memos, test_what_a_cache_keeps)
+    assert not wraps(memos, torch.nn.Linear.forward)
     assert listed == []
-    memo = functools.lru_cache(of_package())
-    memos.of_packages()
-    assert listed == [1]
+    for _ in range(2):
+        wraps(memos, function)
+        memos.keeper(lambda t: False)
+    assert len(listed) == 1
+    memo = functools.lru_cache(function)
+    wraps(memos, function)
+    assert len(listed) == 2
     del memo
 
 
@@ -63,7 +70,7 @@ def test_no_other_code_has_the_identity_of_that_of_a_function_which_has_gone():
     memos, function = Memos(), of_package()
     memo, code = functools.lru_cache(function), weakref.ref(function.__code__)
     named = identity(function.__code__)
-    assert named in memos.of_packages()
+    assert wraps(memos, function)
     del memo, function
     gc.collect()
     assert named in memos._codes
@@ -72,7 +79,9 @@ def test_no_other_code_has_the_identity_of_that_of_a_function_which_has_gone():
 
 def test_functions_of_torchs_and_of_the_users_are_left_out():
     memos = Memos()
-    before = set(memos.of_packages())
     mine = functools.lru_cache(lambda n: torch.ones(n))
-    assert set(memos.of_packages()) == before
-    del mine
+    assert not wraps(memos, mine.__wrapped__)
+    space = {"torch": torch}
+    exec(compile("def table(n): return torch.arange(n)", torch.__file__, "exec"), space)
+    torchs = functools.lru_cache(space["table"])
+    assert not wraps(memos, torchs.__wrapped__)

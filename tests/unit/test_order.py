@@ -6,12 +6,22 @@ from itertools import combinations
 
 import pytest
 
-from phonograph.devices.order.check import meetings, said, unordered
-from phonograph.devices.order.dependencies import dependencies
-from phonograph.devices.order.lanes import longest_path, scheduled
-from phonograph.devices.order.layout import Block, laid_out, peak
-from phonograph.devices.order.nodes import Node, hidden
-from phonograph.devices.order.paths import ancestors, members, reduced
+from phonograph.devices.order import (
+    Block,
+    Node,
+    ancestors,
+    dependencies,
+    hidden,
+    laid_out,
+    longest_path,
+    meetings,
+    members,
+    peak,
+    reduced,
+    said,
+    scheduled,
+    unordered,
+)
 from phonograph.memory.spans import Spans
 
 DRAWN = 10_000

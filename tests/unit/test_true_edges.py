@@ -18,10 +18,7 @@ from phonograph.devices.cuda import driver, laned, places, rewired
 from phonograph.devices.cuda.laned import LanedProgram, Order, Trial, largest_once, takes_too_much
 from phonograph.devices.cuda.places import LIBRARIES, Blocks, Given, Notebook, Noted, lifetimes, note, placed
 from phonograph.devices.cuda.rewired import Rewired, plain_edges
-from phonograph.devices.order.check import unordered
-from phonograph.devices.order.dependencies import dependencies
-from phonograph.devices.order.layout import peak
-from phonograph.devices.order.nodes import Node
+from phonograph.devices.order import Node, dependencies, peak, unordered
 from phonograph.memory.spans import Spans
 
 aten = torch.ops.aten

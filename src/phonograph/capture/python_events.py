@@ -46,6 +46,7 @@ from ..python.gc_control import telling_collections
 from ..python.identity import identity
 from ..python.introspection import is_table
 from ..python.loggers import ASKING, Question, question
+from ..python.memos import memos
 from ..python.origin import BACKWARD, is_users, runs_through, users_line
 from ..python.read_gate import BY_NAME
 from ..python.standing import ended, standing
@@ -118,8 +119,8 @@ def watching_python(
     """Refuse effects of Python code while the block runs.
 
     `outer` holds the ids of objects that were there before the call, `more` the Python functions whose start is refused
-    besides, `caching` the identities of code whose results a cache would keep; `left_out` tells what was overlooked, when the
-    function was looked at, of the code that starts. A listener of another `kind` may take refusals in another way. The
+    besides, `caching` the identities of the user's code whose results a cache would keep; `left_out` tells what was overlooked,
+    when the function was looked at, of the code that starts. A listener of another `kind` may take refusals in another way. The
     `variables` are told of loads, if there are any.
     """
     source: Callable[[Listener], AbstractContextManager[None]] = _monitoring if _monitors else _profiling
@@ -151,7 +152,7 @@ class Listener:
         self.changed: dict[int, list[Refusal]] = {}
         self.appended = Counter[int]()
         self._globals: dict[int, dict[str, object]] = {}
-        self.caching = caching
+        self.caching = {*caching}
         self.starts = start_names | more.keys() | {BY_NAME.co_name}
         self.reads_past: Callable[[FrameType], None] | None = None
         """Is told where `BY_NAME` starts."""
@@ -224,6 +225,8 @@ class Listener:
         """A function starts for the first time. Raises `Overlooked` before it can do anything, if it was left out."""
         self._globals[identity(frame.f_code)] = frame.f_globals
         self.by_identity[identity(frame.f_code)] = frame.f_code
+        if memos.wraps(frame.f_code, frame.f_globals):
+            self.caching.add(identity(frame.f_code))
         if frame.f_code.co_name == "backward" and is_users(frame.f_code.co_filename):
             self.backward_of_users = self.backward_of_users or runs_through(frame, _ENGINE)
         left_out = self._left_out(frame)

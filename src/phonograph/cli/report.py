@@ -15,7 +15,7 @@ from pathlib import Path
 
 import phonograph as pg
 from phonograph.cli.console import CannotRun
-from phonograph.observe.writing import Report
+from phonograph.observe.page import Report
 
 HELP = "run a script, and write what it recorded as an HTML page"
 

@@ -43,7 +43,6 @@ from ..guards.reachable import Reach
 from ..python.executed_code import Ran
 from ..python.identity import identity
 from ..python.loggers import levels
-from ..python.memos import memos
 from ..python.origin import BACKWARD
 from ..python.putting_back import put_back
 from ..python.read_gate import Reads
@@ -324,7 +323,6 @@ class DryRun:
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
-        caching = reach.caching | memos.of_packages()
         beyond, audits = prepared.beyond, self._reads is None and request.terms.placement.within is not None
         left_out = self._untouched.left_out if audits else beyond.hears(self._untouched.left_out, request.terms.carried)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
@@ -338,7 +336,7 @@ class DryRun:
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
             nullcontext() if audits else beyond.noting(called),
-            watching_python(self._outer, heard, caching, left_out, watch, None, variables) as listener,
+            watching_python(self._outer, heard, reach.caching, left_out, watch, None, variables) as listener,
         ):
             if not audits:
                 beyond.goes_with(sys.getprofile(), listener.collecting)

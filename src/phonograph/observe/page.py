@@ -1,4 +1,5 @@
-"""The page: what all recorded functions of this process did, written as one HTML file that loads nothing and runs nothing.
+"""The page that `pg.report` writes: what all recorded functions of this process did, in one HTML file that loads nothing and
+runs nothing.
 
 There is no script in it, and its content security policy allows none. What comes from the program (names, reasons, source) goes
 through `markup.py`, which escapes it.
@@ -6,30 +7,89 @@ through `markup.py`, which escapes it.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from importlib.resources import files
+from itertools import accumulate, groupby
 from operator import or_
+from pathlib import Path
 from statistics import median
 from string import Template
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
+from ..capture.origins import MODULE, Origin
 from ..devices.base import Device
-from ..engine.ledger import Ledger, Made
+from ..engine.ledger import Ledger, Made, asking, ledgers
 from ..engine.timeline import CAPTURED, LIVE, REPLAYED, Moment
+from ..errors import Refusal, Unpadded
 from ..memory.spans import Spans
+from ..reasons import code_of
 from ..version import __version__
-from .functions import one_function
-from .markup import Markup, tag, together
-from .pictures import calls, memory
-from .trace import Replays
-from .wording import counted, mebibytes, seconds, times
+from .markup import Markup, counted, excerpt, mebibytes, seconds, tag, times, together
+from .trace import Replays, load, measured
 
-__all__ = ["Page"]
+__all__ = ["Page", "Place", "Report", "calls", "memory", "one_function", "tree"]
+
+
+class Report:
+    """One page, in a file. As a context manager it times the calls in its block, and writes the page again at its end."""
+
+    def __init__(self, path: str | os.PathLike[str], trace: str | os.PathLike[str] | None = None) -> None:
+        self._path, self._trace = Path(path), Path(trace) if trace is not None else None
+        _check_folder(self._path)
+
+    def write(self) -> None:
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()  # what is still on its way is not timed yet
+        replays = measured(load(self._trace)) if self._trace is not None and self._trace.exists() else {}
+        _replace(self._path, str(Page(ledgers(), replays)))
+
+    def __enter__(self) -> Report:
+        asking(self, True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            self.write()
+        finally:
+            asking(self, False)
+
+
+def _check_folder(path: Path) -> None:
+    """Raise unless a page can be written there. (What it replaces need not be writable: it is moved in its place.)"""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"pg.report({str(path)!r}): there is no folder {folder}; make it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"pg.report({str(path)!r}): that is a folder; give the name of a file in it")
+    if not os.access(folder, os.W_OK | os.X_OK) and (path.is_file() or not path.exists()):
+        raise PermissionError(f"pg.report({str(path)!r}): the folder {folder} is not writable, and the page is written in it "
+                              "before it is moved into place")  # fmt: skip
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file beside it, and move that in its place: where writing fails, as on a full disk, the old page stays."""
+    if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays one
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+# -- the page
+
 
 _AT_ONCE = 20  # rows
 _COMPARED = 3  # calls of each kind
@@ -163,3 +223,185 @@ def _median(taken: Sequence[float]) -> Markup:
 
 def _taken(moments: Sequence[Moment], kind: str) -> list[float]:
     return [max(m.host, m.device) for m in moments if m.kind == kind]
+
+
+# -- one function: why it ran live, with the lines of its source, and its recordings with their modules
+
+
+def one_function(ledger: Ledger, replays: Mapping[str, Replays]) -> Markup:
+    """All of one function."""
+    s = ledger.stats
+    made = counted(s.recorded, "recording")
+    said = f" {counted(s.calls, 'call')}: {s.live:,} live, {s.replayed:,} replayed; {made} made"
+    parts = [tag("summary", ledger.name, tag("span", said, class_="faint"))]
+    parts += [_reason(reason, n, ledger.reasons.get(reason)) for reason, n in s.refusals.items()]
+    parts += [tag("p", f"Timed beside its recording: {counted(s.timed, 'live call')}.")] if s.timed else []
+    parts += [tag("p", remark) for remark in ledger.remarks]
+    parts += [_recording(made, replays.get(made.label)) for made in ledger.recordings]
+    few = {"open": ""} if s.refusals else {}
+    return tag("details", *parts, class_="function", **few)
+
+
+def _reason(reason: str, n: int, refusal: Refusal | None) -> Markup:
+    code = code_of(reason)
+    what = "Not padded" if isinstance(refusal, Unpadded) else f"Ran live {counted(n, 'time')}"
+    said = [tag("p", tag("b", what), f": {reason}{f' [{code}]' if code else ''}")]
+    if refusal is not None and refusal.where:
+        said += [tag("p", "at ", tag("code", refusal.where), class_="faint"), excerpt(refusal.where)]
+    if refusal is not None and refusal.remedy:
+        said += [tag("p", "What to do: ", refusal.remedy)]
+    return tag("div", *said, class_="reason")
+
+
+def _recording(made: Made, replays: Replays | None) -> Markup:
+    player, lines = made.player, made.said.splitlines()
+    played = f"played {player.played:,} ×" if player is not None else "gone by now"
+    root = tree(made.origins, replays.seconds if replays is not None else {})
+    timed = f"Time on the device is that of one replay, the mean of {replays.number:,} in the trace." if replays else ""
+    return together([
+        tag("h3", f"{made.label}: {counted(made.operators, 'operator')} on {made.device}, {played}"),
+        tag("p", "; ".join(line.strip() for line in lines[1:]), class_="faint"),
+        tag("p", timed, class_="faint") if timed else Markup(),
+        tag("div", *_places(root, root.seconds), class_="places"),
+    ])  # fmt: skip
+
+
+def _places(of: Place, whole: float) -> Iterator[Markup]:
+    for place in of.inner.values():
+        counts = " and ".join(f"{n:,} {way}" for n, way in ((place.forward, "forward"), (place.backward, "backward")) if n)
+        cells = [tag("span", place.name, class_="name"), tag("span", counts, class_="faint counts"), _share(place, whole)]
+        if not place.inner:
+            yield tag("div", *cells, class_="leaf")
+            continue
+        most = {"open": ""} if len(of.inner) == 1 or of.name == "" else {}
+        yield tag("details", tag("summary", *cells), *_places(place, whole), **most)
+
+
+def _share(place: Place, whole: float) -> Markup:
+    if not whole:
+        return tag("span", class_="share")
+    bar = tag("meter", min="0", max="1", value=f"{place.seconds / whole:.4f}")
+    return tag("span", seconds(place.seconds), bar, class_="share")
+
+
+# -- the modules that a recording's operators come from, as a tree, and what is each one's: operators, time on the device
+
+
+_UNKNOWN, _COMPILED = "outside of modules", "launched without an operator (compiled code)"
+
+
+@dataclass
+class Place:
+    """A module with those in it, an optimizer's step, or a line."""
+
+    name: str
+    forward: int = 0
+    backward: int = 0
+    """Operators of its own and of what is in it."""
+    seconds: float = 0.0
+    """On the device, of one replay. Of its own, and of what is in it."""
+    inner: dict[str, Place] = field(default_factory=dict)
+
+    def add(self, path: Sequence[str], origin: Origin, operators: int, seconds: float) -> None:
+        self.forward += operators * (not origin.backward)
+        self.backward += operators * origin.backward
+        self.seconds += seconds
+        if path:
+            self.inner.setdefault(path[0], Place(path[0])).add(path[1:], origin, operators, seconds)
+
+
+def tree(segments: Iterable[Sequence[tuple[int, Origin]]], seconds: Mapping[Origin, float]) -> Place:
+    """Of all places of one recording."""
+    root = Place("")
+    for segment in segments:
+        done = 0
+        for end, origin in segment:
+            root.add(_path(origin), origin, end - done, 0.0)
+            done = end
+    for origin, took in seconds.items():
+        root.add(_path(origin), origin, 0, took)
+    return root
+
+
+def _path(origin: Origin) -> list[str]:
+    if origin.kind == MODULE:
+        return origin.place.split(".")
+    return [origin.place or (_UNKNOWN if origin.operator else _COMPILED)]
+
+
+# -- drawings, as SVG without a script: calls over time, and a recording's place in the pool
+
+
+_WIDTH = 1000.0
+_LEAST = 2.5  # so that the shortest call is seen
+_ORDER = (REPLAYED, LIVE, CAPTURED)  # what is rare is drawn over what is not
+
+
+class _Stretch(NamedTuple):
+    """Calls of one kind, between which there is nothing to be seen."""
+
+    begins: float
+    ends: float
+    moments: list[Moment]
+
+
+def calls(moments: Iterable[Moment], whole: float) -> Markup:
+    """The calls of one function, on an axis of so many seconds."""
+    by_kind = groupby(sorted(moments, key=lambda m: (_ORDER.index(m.kind), m.begun)), lambda m: m.kind)
+    drawn = [_drawn(kind, one) for kind, some in by_kind for one in _stretches(some, _WIDTH / whole)]
+    return tag("svg", *drawn, view_box=f"0 0 {_WIDTH:.0f} 20", aspect="none", class_="calls", role="img")
+
+
+def _stretches(moments: Iterable[Moment], scale: float) -> list[_Stretch]:
+    found: list[_Stretch] = []
+    for m in moments:
+        begins, ends = m.begun * scale, (m.begun + max(m.host, m.device)) * scale
+        if found and begins <= found[-1].ends + _LEAST:
+            found[-1].moments.append(m)
+            found[-1] = found[-1]._replace(ends=max(ends, found[-1].ends))
+        else:
+            found.append(_Stretch(begins, ends, [m]))
+    return found
+
+
+def _drawn(kind: str, one: _Stretch) -> Markup:
+    first, last = one.moments[0], one.moments[-1]
+    took = max(last.host, last.device)
+    span = f"from {seconds(first.begun)} to {seconds(last.begun + took)}"
+    said = f"{counted(len(one.moments), 'call')} {kind}, {span}"
+    width = max(_LEAST, one.ends - one.begins)
+    x = min(one.begins, _WIDTH - width)
+    return tag("rect", tag("title", said), x=f"{x:.1f}", y=0, width=f"{width:.1f}", height=20, class_=kind)
+
+
+def memory(footprint: Spans, pool: Spans) -> Markup:
+    """The bytes of the pool that playing a recording overwrites. What nobody uses between is left out."""
+    pieces = [*pool]
+    starts = dict(zip([start for start, _ in pieces], accumulate([n for _, n in pieces], initial=0), strict=False))
+    scale = _WIDTH / max(1, pool.nbytes)
+    drawn = [_bar(*row) for row in _merged(_placed(footprint, pieces, starts), scale)]
+    return tag("svg", *drawn, view_box=f"0 0 {_WIDTH:.0f} 20", aspect="none", class_="memory", role="img")
+
+
+def _placed(footprint: Spans, pieces: Sequence[tuple[int, int]], starts: dict[int, int]) -> Iterable[tuple[int, int]]:
+    left = iter(pieces)
+    at, nbytes = next(left, (0, 0))
+    for start, length in footprint:
+        while start >= at + nbytes:
+            at, nbytes = next(left)
+        yield starts[at] + start - at, length
+
+
+def _merged(places: Iterable[tuple[int, int]], scale: float) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for start, length in places:
+        begins, ends = start * scale, (start + length) * scale
+        if found and begins <= found[-1][1] + 1:
+            found[-1] = found[-1][0], ends
+        else:
+            found.append((begins, ends))
+    return found
+
+
+def _bar(begins: float, ends: float) -> Markup:
+    return tag("rect", x=f"{begins:.1f}", y=0, width=f"{max(1.0, ends - begins):.1f}", height=20)

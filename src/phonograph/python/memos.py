@@ -4,7 +4,8 @@ A package's code is not looked through, so nothing leads to such a function of i
 things have to be known of it. What it keeps is read in each call: it is in reach. And a call that is captured must not fill it:
 what it kept would lie in memory of a recording, and be nothing that its function has given.
 
-Python lists them only by going through all objects. That is done again only when there are new ones.
+Python lists them only by going through all objects. So they are listed only where code of a package runs that may be one's, and
+again only when there are new ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 
 import torch
@@ -53,12 +54,10 @@ def _code_of(memo: object) -> CodeType | None:
     return code if type(code) is CodeType else None
 
 
-def _may_keep_tensors(memo: Thing) -> bool:
-    """Whether it is a function of an installed package that knows torch."""
-    code = _code_of(memo)
-    if code is None or origin(code.co_filename) is not LIBRARY or is_torchs(code.co_filename):
-        return False
-    return getattr(memo.__wrapped__, "__globals__", {}).get("torch") is torch
+def _may_keep_tensors(code: CodeType, variables: Mapping[str, object]) -> bool:
+    """Whether a function with this code and these globals is one of an installed package that knows torch."""
+    library = origin(code.co_filename) is LIBRARY and not is_torchs(code.co_filename)
+    return library and variables.get("torch") is torch
 
 
 class Memos:
@@ -66,14 +65,16 @@ class Memos:
 
     def __init__(self) -> None:
         self._all: dict[int, weakref.ref[object]] = {}
-        self._codes: dict[int, CodeType | None] = {}  # by identity, and kept: no other code may come to have that meanwhile
+        self._codes: dict[int, CodeType] = {}  # by identity, and kept: no other code may come to have that meanwhile
         self._references = -1  # to their type when they were listed, less those of them that have gone since
         self._lock = threading.RLock()
 
-    def of_packages(self) -> Set[int]:
-        """The identities of the code of packages' functions that may keep tensors."""
+    def wraps(self, code: CodeType, variables: Mapping[str, object]) -> bool:
+        """Whether the function of a package with this code and these globals is wrapped in one, and may keep tensors in it."""
+        if not _may_keep_tensors(code, variables):
+            return False
         self._list()
-        return self._codes.keys()
+        return identity(code) in self._codes
 
     def keeper(self, is_meant: Callable[[torch.Tensor], bool]) -> object:
         """One that keeps such a tensor; None if there is none."""
@@ -87,10 +88,9 @@ class Memos:
         with self._lock:
             if sys.getrefcount(MEMO) == self._references:
                 return
-            found = [x for x in gc.get_objects() if type(x) is MEMO]
+            found = [x for x in gc.get_referrers(MEMO) if type(x) is MEMO]
             self._all = {identity(memo): weakref.ref(memo, self._gone) for memo in found}
-            codes = [_code_of(memo) for memo in found if _may_keep_tensors(memo)]
-            self._codes = {identity(code): code for code in codes}
+            self._codes = {identity(code): code for code in map(_code_of, found) if code is not None}
             self._references = sys.getrefcount(MEMO)
 
     def _gone(self, ref: weakref.ref[object]) -> None:

@@ -27,8 +27,7 @@ from ...aten.operators import meaning, operands, tensors_in, written_by
 from ...memory.pool import dense, memory_of
 from ...memory.spans import Spans
 from ...python.origin import users_line
-from ..order.check import unordered
-from ..order.nodes import Edge, Node
+from ..order import Edge, Node, unordered
 from . import driver
 from .graphs import Graph
 from .places import lies

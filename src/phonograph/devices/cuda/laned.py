@@ -37,11 +37,7 @@ from ..._torch.tensors import storage_at
 from ...capture.recording import Tensors, Work
 from ...memory.spans import Spans
 from ...statistics import logger
-from ..order.check import said, unordered
-from ..order.dependencies import dependencies
-from ..order.lanes import longest_path, scheduled
-from ..order.layout import peak
-from ..order.nodes import Edge, Node
+from ..order import Edge, Node, dependencies, longest_path, peak, said, scheduled, unordered
 from . import driver
 from .graph_work import work_of
 from .graphs import Segment

@@ -35,8 +35,7 @@ from ..._torch.tensors import has_memory
 from ...aten.operators import Meaning, meaning, operands, tensors_in, written_by
 from ...memory.pool import extent, memory_of
 from ...memory.spans import Spans
-from ..order.layout import Block
-from ..order.nodes import Node, hidden
+from ..order import Block, Node, hidden
 from .allocator import Hold
 
 __all__ = ["LIBRARIES", "Blocks", "Given", "Notebook", "Noted", "lies", "lifetimes", "note", "placed"]

@@ -11,7 +11,7 @@ import ctypes
 import sys
 from collections.abc import Sequence
 
-from ..order.nodes import Edge
+from ..order import Edge
 from . import driver
 
 __all__ = ["Rewired", "all_edges", "plain_edges"]
