@@ -13,6 +13,7 @@ no place leads to is referred to weakly; if it is there after the call, the call
 from __future__ import annotations
 
 import builtins
+import dis
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -68,6 +69,7 @@ _UNCHANGING = CONSTANTS | {OpOverload, OpOverloadPacket}  # objects that nobody 
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
 _IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
 _ASKS = frozenset({"isinstance", "issubclass", "get_cache_token"})
+_IMPORTS_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -578,7 +580,7 @@ class ReadSet:
 
     def _absent(self, code: CodeType) -> None:
         """Modules that code imports, and that are not there: no door hears of those. What imports may be another as well."""
-        if not has_instruction(code, "IMPORT_NAME"):
+        if _IMPORTS_NAME not in code.co_code[::2] or not has_instruction(code, "IMPORT_NAME"):
             return
         self.note(variable(vars(builtins), "__import__", "__import__"))
         for level, name, _ in used_in(code).imports:
