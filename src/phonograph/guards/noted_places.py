@@ -21,24 +21,8 @@ from ..reads.readset import Members
 __all__ = ["of_classes", "together"]
 
 
-_SPECIAL = frozenset(
-    n
-    for kind in (
-        int,
-        list,
-        dict,
-        set,
-        type,
-        property,
-        FunctionType,
-        MethodType,
-        AsyncGeneratorType,
-        GeneratorType,
-        CoroutineType,
-    )
-    for n in dir(kind)
-    if n.startswith("__")
-)
+_KINDS = (int, list, dict, set, type, property, FunctionType, MethodType, AsyncGeneratorType, GeneratorType, CoroutineType)
+_SPECIAL = frozenset(name for kind in _KINDS for name in dir(kind) if name.startswith("__"))
 _SPECIAL |= {"__enter__", "__exit__", "__getattr__", "__missing__", "__reversed__", "__torch_function__"}
 """What Python and torch ask a class for by themselves."""
 
