@@ -10,6 +10,8 @@ from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.tensors import has_memory, storage_id
 from ..aten import operators
 from ..guards.hyperparameters import Dials
+from ..memory.pool import memory_of
+from ..memory.spans import Spans
 from .call_memory import CallMemory
 
 __all__ = ["COUNTING", "FollowedCounts"]
@@ -29,7 +31,10 @@ class FollowedCounts(CallMemory):
     def follow(self, dials: Dials) -> None:
         """Set the probes for hyper-parameters and step counts of this call."""
         self.dials = dials
-        self._counts = frozenset(map(storage_id, dials.counts.here))
+        places = Spans(map(memory_of, dials.counts.here))
+        outside = self._outside_at.items() if places else ()  # another storage may have the memory of a count
+        others = {key for key, there in outside if any(places.meets(*memory_of(t)) for t in there)}
+        self._counts = others.union(map(storage_id, dials.counts.here))
         self._counting = bool(dials.counts)
 
     def _counted(self, m: operators.Meaning, args: Args, kwargs: Kwargs) -> bool:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .._torch.dynamic import Leaves
-from .._torch.tensors import has_memory
+from .._torch.tensors import address, has_memory
 from ..call.signature import Call, Key
 from ..errors import Refusal
+from ..guards.attribute_epochs import gradient
 from ..memory.loans import Borrowed
 from ..memory.pool import Lease, Pool, memory_of
 from ..memory.spans import Spans
+from ..python.holders import Holder
 from ..python.identity import identity
 from ..slots.column import Tensors
 from ..slots.inputs import Slot
@@ -149,34 +152,83 @@ class Replay:
     """Results so far, by their numbers."""
 
 
+def _may_be_memory(value: object) -> bool:
+    """Whether a tensor stands in a place, or may later."""
+    return value is None or issubclass(type(value), torch.Tensor)
+
+
+class _Own:
+    """What of a function's has to lie where it does for one recording to be played: the recording keeps it, and it keeps these
+    tensors. (Not weakly: `torch.utils.swap_tensors` refuses tensors to which somebody refers so.) And what parts that run live
+    may find in these places, wherever it lies."""
+
+    __slots__ = ("__weakref__", "arrays", "gradients", "lived_in", "tensors")
+
+    def __init__(
+        self, tensors: Iterable[tuple[torch.Tensor, Place]], gradients: Iterable[tuple[torch.Tensor, Place]],
+        lived_in: Iterable[Holder], arrays: Iterable[Place],
+    ) -> None:  # fmt: skip
+        self.tensors, self.gradients, self.arrays = [*tensors], [*gradients], [*arrays]
+        self.lived_in = [holder.read for holder in lived_in if any(map(_may_be_memory, holder.read()))]
+
+    def places(self) -> Iterator[Place]:
+        return chain(self.arrays, (place for _, place in (*self.tensors, *self.gradients)))
+
+    def near(self, at: int, nbytes: int) -> Iterator[torch.Tensor | None]:
+        """What stands now where there was something that met these bytes."""
+        yield from (t for t, place in self.tensors if Spans([place]).meets(at, nbytes))
+        yield from (t.grad for t, place in self.gradients if Spans([place]).meets(at, nbytes))
+
+    def of_live_parts(self) -> Iterator[torch.Tensor]:
+        """What parts that run live would find now, without gradients."""
+        there = [*chain.from_iterable(read() for read in self.lived_in)]
+        kinds = {kind: issubclass(kind, torch.Tensor) for kind in {*map(type, there)}}
+        return compress(there, map(kinds.__getitem__, map(type, there)))
+
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter}
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Where they lie; None where that takes more to say."""
+    try:
+        return [*map(address, tensors)] if {*map(type, tensors)} <= _ORDINARY else None
+    except RuntimeError:  # one has no memory
+        return None
+
+
 class Entangled:
     """Tensors that a function can reach by other names, of which none may be an argument, and memory that no argument may
     share; objects, and containers that it fills, likewise, which may not be taken apart. Weakly, but for containers: when a
     storage is gone, its memory is somebody else's.
 
     But what a tensor of the function's, or its gradient, has to be for a recording to be played is where it lay, on whatever
-    storage. So those places stay."""
+    storage. So those places stay as long as that recording."""
 
     def __init__(
         self, tensors: Iterable[torch.Tensor] = (), storages: Iterable[torch.UntypedStorage] = (),
         objects: Iterable[object] = (), filled: Iterable[object] = (),
         own: Iterable[tuple[torch.Tensor, Place]] = (), gradients: Iterable[tuple[torch.Tensor, Place]] = (),
+        lived_in: Iterable[Holder] = (), arrays: Iterable[Place] = (),
     ) -> None:  # fmt: skip
-        """Of tensors that are the function's `own`, and whose `gradients` are, with where they lie."""
+        """Of tensors that are the function's `own`, and whose `gradients` are, with where they lie. Parts that run live may
+        read and write what is in the places `lived_in`. `arrays` are those that the recording keeps as they are."""
         self.filled = {identity(c): c for c in filled}
         self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
-        self._own = {(place, identity(t), False): weakref.ref(t) for t, place in own}
-        self._own |= {(place, identity(t), True): weakref.ref(t) for t, place in gradients}
-        self._places = Spans(place for place, *_ in self._own)
+        self._kept = _Own(own, gradients, lived_in, arrays)
+        self._own = [weakref.ref(self._kept)]
+        self._places = Spans(self._kept.places())
+        self._live: tuple[list[int] | None, Spans] = None, Spans()  # where that lay last, and all of that memory
         self.spans = Spans(self._storages)
         """Where they lie: another object after each change."""
 
     def refusal(self, call: Call, naming: Naming) -> Refusal | None:
         """Why a call cannot be recorded or played that gets such a tensor; None if it gets none."""
-        i = next((i for i, t in enumerate(call.tensors) if self.meets(t)), None)
-        if i is None:
+        live = self._of_live_parts()
+        meets = (i for i, t in enumerate(call.tensors) if self.meets(t) or (live and _lies_in(live, t)))
+        if (i := next(meets, None)) is None:
             return None
         return Refusal(f"gets `{naming(path_to(call.shape, call.places[i]))}`, {TWICE}", "pass a clone")
 
@@ -186,15 +238,15 @@ class Entangled:
         return Refusal(f"gets a container, {TWICE}", "pass a copy", this_call=True)
 
     def __bool__(self) -> bool:
-        return bool(self._storages or self._ids or self._own)
+        return bool(self._storages or self._ids or self._places or any(own.lived_in for own in self._all_own()))
 
     def __ior__(self, other: Entangled) -> Entangled:
         self._ids |= other._ids
         self._objects |= other._objects
         self.filled |= other.filled
         self._storages |= other._storages
-        self._own |= other._own
-        self._places = Spans(place for place, *_ in self._own)
+        self._own = [ref for ref in (*self._own, *other._own) if ref() is not None]
+        self._places = Spans(place for own in self._all_own() for place in own.places())
         self.spans = Spans(self._storages)
         return self
 
@@ -230,14 +282,31 @@ class Entangled:
         self._forget_the_dead()  # an argument may lie where one of them did
         return self.spans.meets(at, nbytes)
 
+    def _all_own(self) -> Iterator[_Own]:
+        return (own for ref in self._own if (own := ref()) is not None)
+
+    def _of_live_parts(self) -> Spans:
+        """The memory of what parts that run live would find now, and of gradients of that."""
+        there = [t for own in self._all_own() for t in own.of_live_parts()]
+        there += [g for g in map(gradient, there) if g is not None]
+        if (lie := _addresses(there)) is None or lie != self._live[0]:
+            self._live = lie, Spans(map(memory_of, filter(has_memory, parts_of_all(there))))
+        return self._live[1]
+
     def _meets_own(self, t: torch.Tensor) -> bool:
         """Whether one of the function's own, or such a gradient, lies where it has to, and the tensor there as well."""
         if isinstance(t, torch.nn.Parameter):
             return False
         at, nbytes = memory_of(t)
-        there = [(ref(), of_gradient) for (place, _, of_gradient), ref in self._own.items() if Spans([place]).meets(at, nbytes)]
-        own = [one.grad if of_gradient else one for one, of_gradient in there if one is not None]
-        return any(Spans([memory_of(part)]).meets(at, nbytes) for part in parts_of_all(own) if has_memory(part))
+        if any(Spans(own.arrays).meets(at, nbytes) for own in self._all_own()):
+            return True
+        there = [one for own in self._all_own() for one in own.near(at, nbytes) if one is not None]
+        return any(Spans([memory_of(part)]).meets(at, nbytes) for part in parts_of_all(there) if has_memory(part))
+
+
+def _lies_in(spans: Spans, t: torch.Tensor) -> bool:
+    """Whether a tensor that is no Parameter meets this memory."""
+    return not isinstance(t, torch.nn.Parameter) and spans.meets(*memory_of(t))
 
 
 @dataclass(frozen=True, eq=False)

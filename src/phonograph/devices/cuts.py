@@ -41,6 +41,7 @@ from ..values.formulas import Formula, Given
 from ..values.host_scalars import READS_NUMBER, Numeral, Site, tensors_of, worked_out
 from ..values.keys import NoSignature, plain_key
 from ..values.pytree import flatten, unflatten
+from ..values.texts import Text
 from ..values.wording import COMPILED, source_of
 
 __all__ = ["UNDONE", "Cuts", "Unmarked"]
@@ -123,7 +124,7 @@ class Cuts:
         shape = flatten((args, kwargs), leaves)
         numbers = tensors_of(leaves)
         leaves = [None if i in numbers else reals(x, "is given to what runs live") for i, x in enumerate(leaves)]
-        leaves = [x.real() if type(x) is Numeral else x for x in leaves]
+        leaves = [x.real() if type(x) in (Numeral, Text) else x for x in leaves]
         for x in leaves:
             self._passable(x, runs, isinstance(operator, Marked))
         watch.dials_lost(leaves)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -52,6 +52,7 @@ from ..values.host_scalars import Numeral, without
 from ..values.pytree import Flattener, Opens, containers, contains_itself, flatten, unflatten
 from ..values.pytree_paths import attributes_of
 from ..values.tensor_subclasses import storages
+from ..values.texts import Text, held, may_miss
 from ..values.wording import MARKED, failure, first_line, innermost, naming
 from ..values.wording import operator as written
 from .call_arguments import Arguments
@@ -100,6 +101,7 @@ class DryRun:
         self._request, self._prepared, self._dials = request, prepared, dials
         self._outer = {identity(x) for x in request.reach.met}
         self._refused: list[Refusal] = []  # in code that may have caught it
+        self._unread: dict[int, Text] = {}  # what stands for strings, by their places
         self._stand_ins = ExitStack()  # puts back what was in the places of carried state
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
@@ -129,6 +131,8 @@ class DryRun:
         except (Advances, Overlooked, Carries, Opens, NotPutBack, KeyboardInterrupt):
             raise
         except BaseException as e:  # SystemExit and the like: effects before it are the live run's
+            if self._unread and not self._audits and isinstance(e, TypeError):  # of code in C that takes strings only
+                raise Fixed(texts=self._unread) from None
             raise self._failed(e) from e
         finally:
             grads = self._prepared.grads
@@ -210,10 +214,14 @@ class DryRun:
         self._stand_ins.callback(request.terms.carried.stand(by_name))
         watch.stood_in()
         found = before(self._prepared.snapshot.holders)
+        times = held(self._unread.values())
         result, state, listener = self._call(arguments.args, by_name, watch)
+        more = [now - then for now, then in zip(held(self._unread.values()), times, strict=True)]
+        lasting = self._kept(more, result, arguments)
         apart = self._dials.left()
         result, effects = self._with_effects(result, arguments, found, watch, listener)
         _none_read(texts, effects.known)
+        self._none_noted(lasting, effects.known, listener)
         wait_for_all(_leaves_of(result))  # only then each is known for what it is
         result, read, later, reckoned = without(result, {*map(identity, arguments.built)}, apart)
         del apart
@@ -291,16 +299,51 @@ class DryRun:
                 leaves[place] = t.requires_grad_() if tracing is None else tracing.source(i, t)
         for place, number in call.again:
             leaves[place] = leaves[call.places[number]]
+        if call.texts:
+            owners = attributes_of(call.shape)
+            self._unread = {place: Text(leaves[place]) for place in call.texts if owners[place] is None}
+            for place, text in self._unread.items():
+                leaves[place] = text
         return leaves
 
+    @property
+    def _audits(self) -> bool:
+        return self._request.terms.placement.within is not None
+
+    def _kept(self, more: Sequence[int], result: object, arguments: Arguments) -> Sequence[int]:
+        """How often the call has kept what stands for a string, each of which is held so many times `more` than before: but for
+        those in its result. (A container that is there twice holds one once.)"""
+        if not self._unread or contains_itself(result):
+            return more
+        flattener, leaves = Flattener({*map(identity, arguments.built)}), list[object]()
+        flattener.flatten(result, leaves)
+        if len({*map(identity, flattener.containers)}) < len(flattener.containers):
+            return more
+        returned = Counter(identity(x) for x in leaves if type(x) is Text)
+        return [n - returned[identity(text)] for n, text in zip(more, self._unread.values(), strict=True)]
+
+    def _none_noted(self, kept: Sequence[int], known: Ran | None, listener: Listener) -> None:
+        """Whether the call has read none of the strings for which something stands, and has kept none. (An audit notes
+        nothing.)
+
+        Raises:
+            Fixed: it may have read some.
+        """
+        if not self._unread or self._audits:
+            return
+        unknown = known is None or may_miss([code for code, _ in listener.functions()])
+        texts = zip(self._unread.items(), kept, strict=True)
+        if read := [place for (place, text), n in texts if unknown or text.was_read() or n > 0]:
+            raise Fixed(texts=read)
+
     def _texts(self, arguments: Arguments) -> list[_Text]:
-        """The strings that the call is not to read, which is noted from now on. (An audit notes nothing.)
+        """The strings in attributes that the call is not to read, which is noted from now on. (An audit notes nothing.)
 
         Raises:
             Fixed: that cannot be noted.
         """
-        call, audits = self._request.call, self._request.terms.placement.within is not None
-        if not call.texts or audits:
+        call = self._request.call
+        if len(call.texts) == len(self._unread) or self._audits:
             return []
         if self._reads is None:
             raise Fixed(texts=call.texts)
@@ -422,7 +465,7 @@ class DryRun:
         Raises:
             Refusal: it has changed others.
         """
-        filled = {identity(put.of) for put in left.items}
+        filled = {identity(put.of) for put in left.items if not put.bound}
         for refusals in (calls for key, calls in listener.changed.items() if key not in filled):
             raise refusals[0]
         self._stand_ins.close()
@@ -453,7 +496,7 @@ class DryRun:
         grads = self._prepared.grads
         made_grads = {identity(g) for g in grads.read() if g is not None and not is_ordinary(g)}
         return Returned.of(result, effects.edits, effects.gained, effects.turned, built, self._outer | made_grads,
-                           effects.filled)  # fmt: skip
+                           effects.filled, self._unread)  # fmt: skip
 
     def _check(self, arguments: Arguments, modes_before: object, listener: Listener) -> None:
         """Refuse what the call has done to modes and arguments; take it back if its code was not all looked at."""

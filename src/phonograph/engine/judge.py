@@ -11,7 +11,7 @@ from ..errors import Refusal
 from ..guards.reachable import Reach
 from ..guards.snapshot import Setting, Snapshot
 from ..guards.unwatchable import NETWORK, in_trainer
-from ..python.bytecode import set_at
+from ..python.bytecode import names_in, set_at
 from ..python.origin import is_users
 from ..python.places import place
 from .capture_terms import Advances, ReadAgain, Request
@@ -22,6 +22,8 @@ from .process_groups import follow_program
 
 __all__ = ["Verdict", "judge"]
 
+_SETTERS = {"setattr", "__setattr__", "__dict__", "vars", "globals", "exec"}
+_THEIRS = "it is code of a package: call that outside of the recorded function, and pass its result"
 _OUTLIVES = "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
 
 
@@ -75,6 +77,8 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
             changes, outlives = changes[:1], NETWORK
         changes, remedy = (steps, SCHEDULER.remedy) if steps else (changes, outlives)
         where = _where_set(changes[0], request.reach, evidence.behaviour.code)
+        if remedy is _OUTLIVES and not where and not _is_named(changes[0], evidence.behaviour.code):
+            remedy = _THEIRS
         others = f" (and {', '.join(changes[1:3])})" if changes[1:] else ""
         raise Refusal(f"changes {changes[0]}{others}, which outlives the call", remedy, where, final=False)
     return Verdict(relied, tuple(settings))
@@ -125,6 +129,12 @@ def _relied(request: Request, evidence: Evidence) -> Reach | None:
         return None
     in_part = {storage_id(t) for _, t in part.tensors.values()}
     return part if {storage_id(t) for _, t in reach.tensors.values()} & touched <= in_part else None
+
+
+def _is_named(path: str, ran: CodeThatRan) -> bool:
+    """Whether code of the user's that ran names the attribute or the variable of this path, or may set it by no name."""
+    names = _SETTERS | {path.rpartition(".")[2].partition("[")[0]}
+    return any(not names.isdisjoint(names_in(code)) for code, _ in ran.functions if is_users(code.co_filename))
 
 
 def _where_set(path: str, reach: Reach, ran: CodeThatRan) -> str:

@@ -14,7 +14,7 @@ from ..guards.followed_numbers import Following
 from ..python.origin import users_line
 from ..values.numbers import base_of
 from ..values.pytree_nodes import Node
-from ..values.pytree_paths import attributes_of, parting, path_to
+from ..values.pytree_paths import parting, path_to
 from ..values.wording import Naming
 
 __all__ = ["Novelty", "difference", "ever_new", "values_that_differ"]
@@ -85,25 +85,28 @@ _AS_TENSOR = (
 )
 _PAD = "pad it to a few shapes: pg.record(f, shapes={...})"
 _ONLY = "pass only what the function reads of it"
+_OUTSIDE = "read the string outside, and pass what the function makes of it"
 
 
 def ever_new(differs: str, where: str = "") -> Refusal:
     """Why calls run live that each differ so from the one before."""
-    value, shape = differs.startswith("another value"), differs.startswith("another shape")
-    return Refusal(f"is called with {differs} nearly each time", _AS_TENSOR if value else _PAD if shape else _ONLY, where)
+    value, shape, text = (differs.startswith(f"another {kind}") for kind in ("value", "shape", "string"))
+    remedy = _AS_TENSOR if value else _PAD if shape else _OUTSIDE if text else _ONLY
+    return Refusal(f"is called with {differs} nearly each time", remedy, where)
 
 
 def difference(key: Key, call: Call, naming: Callable[[Sequence[Any]], str]) -> str:
     """The first difference between this call and one with that key."""
     for i in differing(key, call) or ():
-        kind = "shape or kind" if isinstance(call.leaves[i], torch.Tensor) else "value"
+        leaf = call.leaves[i]
+        kind = "shape or kind" if isinstance(leaf, torch.Tensor) else "string" if type(leaf) is str else "value"
         return f"another {kind} of `{naming(path_to(call.shape, i))}`"
     way, *_ = parting(key[0], call.shape)
     return f"another length or structure of `{naming(way)}`" if len(way) > 1 else "arguments of another structure"
 
 
 def values_that_differ(key: Key | None, call: Call) -> list[tuple[Node | None, int]]:
-    """The places of numbers, and of strings in attributes, if a call differs from one with that key by these alone."""
+    """The places of numbers, and of strings, if a call differs from one with that key by these alone."""
     if key is None or key[0] != call.key[0] or key[2:] != call.key[2:]:
         return []
     differing = [(i, a, b) for i, (a, b) in enumerate(zip(key[1], call.key[1], strict=True)) if a != b]
@@ -118,10 +121,8 @@ def _is_number(leaf: object) -> bool:
 
 
 def _texts(key: Key) -> set[int]:
-    """The places of strings that are attributes of objects: perhaps nobody reads them."""
-    strings = [i for i, leaf in enumerate(key[1]) if type(leaf) is tuple and leaf[0] is str]
-    owners = attributes_of(key[0]) if strings else ()
-    return {i for i in strings if owners[i] is not None}
+    """The places of strings: perhaps nobody reads them."""
+    return {i for i, leaf in enumerate(key[1]) if type(leaf) is tuple and leaf[0] is str}
 
 
 def _but_for_numbers(key: Key) -> object:

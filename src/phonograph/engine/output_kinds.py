@@ -23,7 +23,7 @@ from ..memory.views import View
 from ..slots.inputs import AS_IT_IS
 from ..values.formulas import Formula
 
-__all__ = ["Aliased", "Argument", "Computed", "Container", "Copied", "Empty", "Fresh", "Leased", "Outside", "Same",
+__all__ = ["Aliased", "Argument", "Computed", "Container", "Copied", "Empty", "Fresh", "Leased", "Outside", "Passed", "Same",
            "Value", "Viewed", "Zero"]  # fmt: skip
 
 
@@ -66,6 +66,17 @@ class Container(Output):
     def make(self, replay: Replay) -> object:
         assert replay.call is not None
         return replay.call.containers[self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Passed(Output):
+    """The caller's own string, by its place among the leaves of the arguments."""
+
+    place: int
+
+    def make(self, replay: Replay) -> object:
+        assert replay.call is not None
+        return replay.call.leaves[self.place]
 
 
 @dataclass(frozen=True, eq=False)

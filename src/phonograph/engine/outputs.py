@@ -45,12 +45,13 @@ from .output_kinds import (
     Fresh,
     Leased,
     Outside,
+    Passed,
     Same,
     Value,
     Viewed,
     Zero,
 )
-from .returned import Given, Returned
+from .returned import Given, GivenText, Returned
 
 __all__ = ["lease", "moulds", "overlap", "plan"]
 
@@ -133,6 +134,8 @@ def _value(leaf: Thing, reach: Reach) -> Output:
     if type(leaf) is Given:
         kind = Outside if isinstance(leaf.thing, torch.Tensor) else Value
         return Container(leaf.number) if leaf.number >= 0 else kind(leaf.thing)
+    if type(leaf) is GivenText:
+        return Passed(leaf.place)
     if isinstance(leaf, Followed):
         return Computed(leaf.formula)
     if not _outlives(leaf, reach):

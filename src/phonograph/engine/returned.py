@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from ..python.identity import identity
 from ..values.container_edits import Edit
 from ..values.pytree import Flattener, can_be_opened
 from ..values.pytree_nodes import Node
+from ..values.texts import Text
 
-__all__ = ["Given", "Returned"]
+__all__ = ["Given", "GivenText", "Returned"]
 
 
 class Given(NamedTuple):
@@ -22,6 +24,15 @@ class Given(NamedTuple):
 
     number: int
     thing: Thing = None
+
+
+class GivenText(NamedTuple):
+    """As a leaf of a result: the string that the caller has given at this place."""
+
+    place: int
+
+
+_NONE: Mapping[int, Text] = MappingProxyType({})
 
 
 class Returned(NamedTuple):
@@ -42,13 +53,17 @@ class Returned(NamedTuple):
 
     @classmethod
     def of(cls, tree: object, edits: Sequence[Edit], gained: Sequence[int], turned: tuple[int, ...], built: Sequence[object],
-           outer: Set[int], filled: Set[int] = frozenset()) -> Returned:  # fmt: skip
-        """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`."""
+           outer: Set[int], filled: Set[int] = frozenset(), texts: Mapping[int, Text] = _NONE) -> Returned:  # fmt: skip
+        """Of a call that was given the containers `built`, could reach `outer`, and has put something into those `filled`. What
+        stands for the strings that it was given is `texts`, by their places."""
         numbers = {identity(c): i for i, c in enumerate(built)}
         shut = numbers.keys() | filled
         flattener, leaves = Flattener(shut, outer), list[object]()
         shape = flattener.flatten(tree, leaves)
         for i, leaf in enumerate(leaves):
+            if type(leaf) is Text:
+                leaves[i] = GivenText(next(place for place, text in texts.items() if text is leaf))
+                continue
             number = numbers.get(identity(leaf), -1)
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
                 leaves[i] = Given(number, None if number >= 0 else leaf)

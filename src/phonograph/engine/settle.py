@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .._torch.dynamic import Leaves
@@ -166,7 +168,7 @@ class Settlement:
         """What no argument of a later call may be, or share memory with. Those of this call must not either."""
         call = self._request.call
         watch, left, grads = self._evidence.captured.watch, self._evidence.behaviour.left, self._prepared.grads
-        entangled = _entangling(watch, self._request.reach, call, left, grads)
+        entangled = _entangling(watch, self._request.reach, call, left, grads, self._evidence.dials.counts.here)
         if any(map(entangled.filled.__contains__, map(identity, call.containers))):
             raise entangled.of_container()
         if (refusal := entangled.refusal(call, Naming(self._request.function))) is not None:
@@ -201,8 +203,11 @@ class Settlement:
         return slots
 
 
-def _entangling(watch: OperatorWatch, reach: Reach, call: Call, left: Left, grads: Grads) -> Entangled:
-    """Storages outside that no argument may share: those written; all, if an argument is written."""
+def _entangling(
+    watch: OperatorWatch, reach: Reach, call: Call, left: Left, grads: Grads, counts: Sequence[torch.Tensor]
+) -> Entangled:  # fmt: skip
+    """Storages outside that no argument may share: those written; all, if an argument is written. Replays write step `counts`
+    as well, and no operator does."""
     storages = {key: t.untyped_storage() for key, t in watch.written.items() if key not in watch.slot_ids}
     writes_arguments = not watch.written.keys().isdisjoint(watch.slot_ids)
     if writes_arguments:
@@ -211,14 +216,19 @@ def _entangling(watch: OperatorWatch, reach: Reach, call: Call, left: Left, grad
         known = watch.known.keys() - watch.slot_ids
         storages |= {key: t.untyped_storage() for t in tensors if (key := storage_id(t)) in known}
     marked = [("", f.function) for part in watch.parts if isinstance(f := part.form.operator, Marked)]
-    theirs = [t for _, t in Reach(marked).tensors.values()] if marked else []  # a marked function may read and write them
+    live = Reach(marked) if marked else None
+    theirs = [t for _, t in live.tensors.values()] if live is not None else []  # a marked function may read and write them
     storages |= {storage_id(t): t.untyped_storage() for t in theirs if has_memory(t)}
     tensors = [t for _, t in reach.tensors.values()] if reach.mentions.asks_identity else []
     given = {identity(x) for x in call.leaves}
     objects = [x for x in reach.met if layout_of(type(x)) is not None and identity(x) not in given]
     gradients = [(p, place) for p, key, place in grads.found if writes_arguments or key in watch.written]
     own = [(t, memory_of(t)) for _, t in reach.tensors.values() if has_memory(t) and storage_id(t) in storages]
-    return Entangled(tensors, storages.values(), objects, [put.of for put in left.items], own, gradients)
+    own += [(t, memory_of(t)) for t in counts]
+    lived_in = live.holders if live is not None else ()
+    arrays = reach.array_places if writes_arguments else ()  # of which the call may make tensors
+    filled = [put.of for put in left.items]
+    return Entangled(tensors, storages.values(), objects, filled, own, gradients, lived_in, arrays)
 
 
 def _written_outside(watch: OperatorWatch) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ in each call:
   adds what the call has added.
 * A tensor, or the number in one, that is *put* somewhere: it is one more result of the call. No code that ran reads such an
   attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`), which it
-  always is of items.
+  always is of items, and of variables (``nonlocal``, ``global``).
 * Values that are *appended* to a list: no code that ran uses what has the list's name but to fill it.
 * A new list of numbers, of the rates that a scheduler has set, in the place of another that no code reads.
 * What a list holds that was *filled anew*, with as many tensors as before or where nothing was: they are put there, and what
@@ -32,7 +32,7 @@ from ..python.identity import identity
 from ..python.introspection import MISSING, is_table, own_dict, table_of
 from ..values.counters import are_numbers, are_plain
 from ..values.host_scalars import Numeral
-from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, tensors_in
+from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, put, tensors_in, variable
 
 if TYPE_CHECKING:
     from ..python.executed_code import Ran
@@ -53,13 +53,14 @@ class Count(NamedTuple):
 
 
 class Put(NamedTuple):
-    """An attribute, or an item of a dictionary, that each run sets to something of its own: in the capture, to `new`. Or what
-    it has `APPENDED` to a list, or all the `CONTENTS` of one."""
+    """An attribute, an item of a dictionary, or a variable (`bound`), that each run sets to something of its own: in the
+    capture, to `new`. Or what it has `APPENDED` to a list, or all the `CONTENTS` of one."""
 
     path: str
     of: Thing
     name: Thing
     new: object = None
+    bound: bool = False
 
 
 class Left(NamedTuple):
@@ -80,7 +81,7 @@ class Left(NamedTuple):
 
     @property
     def items(self) -> list[Put]:
-        """Those that are put into containers."""
+        """Those that are put into containers, and variables."""
         return [one for one in self.puts if is_filled(one.of)]
 
     def after(self) -> Left:
@@ -90,24 +91,31 @@ class Left(NamedTuple):
 
 _Table = tuple[Holder, object, Table]
 _List = tuple[Holder, Thing, tuple[object, ...]]
+_Variable = tuple[Holder, str, Thing, str, object]
 
 
 class Found(NamedTuple):
-    """What a call finds in attributes and containers, right before it: in objects and dictionaries `tables`, in `lists`."""
+    """What a call finds in attributes and containers, right before it: in objects and dictionaries `tables`, in `lists`, in
+    `variables`."""
 
     tables: tuple[_Table, ...]
     lists: tuple[_List, ...]
+    variables: tuple[_Variable, ...]
 
 
 def before(holders: Sequence[Holder]) -> Found:
-    tables, lists = list[_Table](), list[_List]()
+    tables, lists, variables = list[_Table](), list[_List](), dict[tuple[int, str], _Variable]()
     for h in holders:
         if h.owner is not None and (_sets_plainly(type(h.owner)) or _is_heard(type(h.owner))) and not is_table(h.owner):
             tables.append((h, h.owner, dict(own_dict(h.owner) or {})))
         tables += [(h, d, dict(d)) for d in h.tables() if is_table(d)]
         if h.contents is not None and type(of := h.contents.now()) in (list, deque):
             lists.append((h, of, (*of,)))
-    return Found(tuple(tables), tuple(lists))
+        values = h.read() if h.variables else ()
+        variables |= {(identity(of), name): (h, h.label(i, values), of, name, value)
+                      for i, ((of, name), value) in enumerate(zip(h.variables, values, strict=True))
+                      if value is not MISSING}  # fmt: skip
+    return Found(tuple(tables), tuple(lists), tuple(variables.values()))
 
 
 def left_by(
@@ -125,7 +133,8 @@ def left_by(
     """
     counts, puts, unknown, behind = list[Count](), list[Put](), list[Place](), False
     moved = [table for table in found.tables if not _is_as_before(table_of(table[1]), table[2])]
-    given = touched | handed_on | _put_anywhere(moved, found.lists) if handed_on is not None else None
+    rebound = [one for one in found.variables if _is_rebound(*one[2:])]
+    given = touched | handed_on | _put_anywhere(moved, found.lists, rebound) if handed_on is not None else None
 
     changed = {identity(of) for _, of, _ in moved} | {identity(of) for _, of, was in found.lists if not _is_same(was, (*of,))}
 
@@ -138,6 +147,8 @@ def left_by(
     stood = {identity(of): old for _, of, old in found.tables} | {
         identity(of): {CONTENTS: [*was]} for _, of, was in found.lists
     }
+    for *_, of, name, old in found.variables:
+        stood[identity(of)] = {**stood.get(identity(of), {}), name: old}
     for place in carried.unread():  # others of its calls read what there is
         value = stood.get(identity(place.of), {}).get(place.name)
         may_be_late = traced and not is_filled(place.of) and not ran.is_torchs(place.name)
@@ -196,6 +207,12 @@ def left_by(
             unknown += _not_known(holder, of, [(CONTENTS, [*was], [*now])], carried, read, frozenset())
             puts.append(Put(holder.path, of, CONTENTS, [*now]))
             holder.restore(was)
+    for holder, path, of, name, old in rebound:
+        value = variable(of, name)
+        if carried.may_learn_of(of) and not _is_empty(value):
+            unknown += _not_known(holder, of, [(name, old, value)], carried, read, frozenset(), path)
+            puts.append(Put(path, of, name, value, bound=True))
+            put(of, name, old)
     if unknown:
         raise Carries(unknown)
     return Left(tuple(counts), tuple(puts), tuple(lists), behind)
@@ -206,13 +223,20 @@ def _is_as_before(now: dict[object, object] | None, old: dict[object, object]) -
     return now is not None and len(now) == len(old) and all(map(is_, now.values(), old.values())) and all(map(is_, now, old))
 
 
-def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List]) -> set[int]:
+def _put_anywhere(tables: Sequence[_Table], lists: Sequence[_List], variables: Sequence[_Variable]) -> set[int]:
     """The storages of the tensors, and the identities of what holds such, that are in places in which they were not found."""
     new = [b for _, of, old in tables for name, b in (table_of(of) or {}).items() if b is not old.get(name, MISSING)]
     new += [x for _, of, was in lists if not _is_same(was, (*of,)) for x in of]
+    new += [variable(of, name) for *_, of, name, _ in variables]
     found = [value for value in new if value is not None and is_state(value)]
     values = [x for value in new if value is not None for x in (tensors_in(value) if is_state(value) else [value])]
     return {storage_id(x) for x in values if isinstance(x, torch.Tensor) and has_memory(x)}.union(*map(holders_in, found))
+
+
+def _is_rebound(of: Thing, name: str, old: object) -> bool:
+    """Whether a variable holds another value now, which may be carried."""
+    now = variable(of, name)
+    return now is not old and now is not MISSING and is_state(old) and is_state(now)
 
 
 def _is_same(was: tuple[object, ...], now: tuple[object, ...]) -> bool:
@@ -246,13 +270,13 @@ def _is_empty(value: object) -> bool:
 
 def _not_known(
     holder: Holder, of: object, state: Sequence[tuple[object, object, object]], carried: Carried,
-    read: Callable[[object], bool], late: Set[str],
+    read: Callable[[object], bool], late: Set[str], path: str = "",
 ) -> Iterator[Place]:  # fmt: skip
     """Those places of which it is not known that they are carried, or that what was there is read, perhaps `late`."""
     for name, old, _ in state:
         reads = read(old) or (name in late and bool(tensors_in(old)))
         if not carried.has(of, name) or (reads and not carried.reads(of, name)):
-            yield Place(_path(holder, name), of, name, reads)
+            yield Place(path or _path(holder, name), of, name, reads)
 
 
 def _sets_plainly(kind: type) -> bool:

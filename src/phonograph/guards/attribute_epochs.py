@@ -287,6 +287,8 @@ class Room:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._seen: Private = None  # the dictionary that was there last, which is kept: no other lies where it does
+        self._number = 0
 
     @property
     def _inside(self) -> Private:
@@ -300,18 +302,22 @@ class Room:
             _owners.add(identity(optimizer))
 
     def now(self) -> int:
-        """Which dictionary it is: `__setstate__` puts another there, past the door."""
-        return identity(self._inside)
+        """Which dictionary it is: `__setstate__` puts another there, past the door. That has another number."""
+        inside = self._inside
+        if inside is not self._seen:
+            self._seen, self._number = inside, next(_numbers)
+        return self._number
 
-    def fact(self) -> Fact:
-        """Which says that it is."""
-        return "place", getattr(self._optimizer(), "__dict__", {}), _STATE
+    def facts(self) -> list[Fact]:
+        """Which say that it is the one that was there last."""
+        return [("place", getattr(self._optimizer(), "__dict__", {}), _STATE), ("item", vars(self), "_number")]
 
     def alone(self) -> bool:
         """Whether nobody else has it, or a dictionary in it, nor could without being heard."""
         kind = type(self._optimizer())
         if _found(kind, _STATE) is not _state or kind.__hash__ is not object.__hash__:
             return False
+        self.now()
         inside, (outer, inner) = self._inside, _free_dictionaries()
         return sys.getrefcount(inside) <= outer and all(n <= inner for n in map(sys.getrefcount, dict.values(inside)))
 
@@ -340,7 +346,7 @@ many.)"""
 def _free_dictionaries() -> tuple[int, int]:
     """How many references there are, as `Room.alone` counts them, if nobody has any."""
     own: dict[str, Private] = {_STATE: {0: dict.fromkeys("a")}}
-    inside = own[_STATE]
+    inside, _seen = own[_STATE], own[_STATE]  # as a `Room` has it
     return sys.getrefcount(inside), max(map(sys.getrefcount, dict.values(inside)))
 
 

@@ -1,5 +1,5 @@
-"""State that a function carries from call to call by rebinding: ``self.v = self.v * 0.9 + x``, ``shadow[name] = …``, or by
-filling a list anew: ``losses.clear(); losses.extend(…)``.
+"""State that a function carries from call to call by rebinding: ``self.v = self.v * 0.9 + x``, ``shadow[name] = …``, ``global
+hidden``, or by filling a list anew: ``losses.clear(); losses.extend(…)``.
 
 What stands there before a call is one more argument, and what stands there after it one more result. So it is part of the
 signature (whether it is there, its shape, its kind), has a slot that is filled from whatever stands there, and each replay
@@ -21,6 +21,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from types import CellType
 from typing import NamedTuple
 
 import torch
@@ -29,10 +30,10 @@ from .._torch.dynamic import Leaves, Thing
 from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
 from ..python.identity import identity
-from ..python.introspection import MISSING, is_table, table_of
+from ..python.introspection import MISSING, contents, is_table, table_of
 from ..values.pytree import Flattener, flatten
 
-__all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_state", "put", "tensors_in"]
+__all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_state", "put", "tensors_in", "variable"]
 
 
 CONTENTS = object()
@@ -42,24 +43,32 @@ _LISTS = (list, deque)
 
 
 def is_filled(of: object) -> bool:
-    """Whether what is put into this is found there by no name of an attribute: a dictionary, a list."""
-    return is_table(of) or type(of) in _LISTS
+    """Whether what is put into this is found there by no name of an attribute: a dictionary, also of global variables, a list,
+    a cell."""
+    return is_table(of) or type(of) in _LISTS or type(of) is CellType
 
 
 def put(of: Thing, name: object, value: object) -> None:
-    """Let this stand there: an attribute, an item, or all that a list holds."""
+    """Let this stand there: an attribute, an item, a variable, or all that a list holds."""
     if name is CONTENTS:
         of.clear()
         of.extend(value)
+    elif type(of) is CellType:
+        of.cell_contents = value
     else:
         own = table_of(of)
         assert own is not None
         own[name] = value
 
 
+def variable(of: Thing, name: str) -> object:
+    """What a variable holds now."""
+    return contents(of) if type(of) is CellType else of.get(name, MISSING)
+
+
 class Place(NamedTuple):
-    """An attribute of an object, an item of a dictionary, or the `CONTENTS` of a list; whether what stands there before a call
-    may be read."""
+    """An attribute of an object, an item of a dictionary, a variable, or the `CONTENTS` of a list; whether what stands there
+    before a call may be read."""
 
     path: str
     of: Thing
@@ -249,6 +258,8 @@ def _value(known: _Known) -> object:
     of = known.of()
     if of is None:  # it has gone
         return MISSING
+    if type(of) is CellType:
+        return variable(of, str(known.name))
     return [*of] if known.name is CONTENTS else (table_of(of) or {}).get(known.name, MISSING)
 
 

@@ -41,7 +41,7 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_type
+from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_reductions, uses_of_type
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
 from ..python.rows import Element, elements
@@ -56,6 +56,7 @@ from ..values.wording import Naming
 from .composite_functions import CONSTANTS, WRITTEN_OUT
 from .hyperparameters import Dial, Dials, reals, unread
 from .reachable import Reach
+from .reductions import BUILT_IN, of_numpy, reducing
 
 __all__ = ["Fixed", "Following", "Unfollowed", "asks_of_classes", "guarding", "is_compiled", "judged", "marked", "of_arguments",
            "reader", "takes"]  # fmt: skip
@@ -377,16 +378,17 @@ def guarding(dials: Dials, reach: Reach) -> Iterator[None]:
         dials.reads_later = None  # or the dials would keep the watch
         yield
         return
-    instead = {f: _derived(dials, f) for f in _OF_MATH}
+    instead = {f: _derived(dials, f) for f in _OF_MATH} | {f: reducing(f) for f in of_numpy()}
     modules, numpy = [vars(math)], sys.modules.get("numpy")
     if numpy is not None:  # whose other functions ask what stands there
         instead[numpy.arange] = _with_reals(numpy.arange)
         modules.append(vars(numpy))
     functions = [f for f in reach.met if type(f) is FunctionType]
     spaces = [*modules, *{id(f.__globals__): f.__globals__ for f in functions}.values()]
-    own = [(space, name, f) for space in spaces for name, f in space.items() if type(f) is BuiltinFunctionType]
+    sorts = {*map(type, instead)}
+    own = [(space, name, f) for space in spaces for name, f in space.items() if type(f) in sorts]
     before = [(space, name, f) for space, name, f in own if f in instead]
-    converters = _converters(dials)
+    converters = _converters(dials) | {name: reducing(f) for name, f in BUILT_IN.items()}
     theirs = [*_own_code(functions, [*reach.modules, *reach.optimizers])]
     converting = [(name, space) for name in converters for space in _converting(name, theirs) if name not in space]
 
@@ -434,7 +436,7 @@ def _own_code(functions: Iterable[FunctionType], objects: Iterable[object]) -> I
 def _converting(name: str, theirs: Iterable[_Own]) -> list[dict[str, Any]]:
     """The global variables of modules in which `float`, `int` or `type` may be another function for a while: some of this code
     calls it, and no code there asks whether it is the class."""
-    uses = _USES[name]
+    uses: Callable[[CodeType], Set[str]] = _USES[name] if name in _USES else lambda code: uses_of_reductions(code)[name]
     calling = {id(space): space for code, space in theirs if "calls" in uses(code)}
     asking = {id(space) for code, space in theirs if "other" in uses(code)}
     asking |= {at for at, space in calling.items() if any("other" in uses(code) for code in _codes_of(space))}

@@ -483,6 +483,8 @@ class Objects:
             self._work.append((path, proxy.__init__.__self__))
 
     def _cell(self, path: str, cell: CellType) -> None:
+        if identity(cell) in self._put:
+            return
         place = object_attributes.cells(path, [cell], ["cell_contents"])
         self._hold(place)
         self._fixed(path, place.read())

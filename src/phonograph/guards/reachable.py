@@ -438,10 +438,12 @@ class Reach(Objects):
             return  # what it reads and changes is its own business
         unbound = identity(f) in self._unbound  # what its variables are does not count, but for what they lead to
         if f.__closure__:
-            place = object_attributes.cells(f"{f.__qualname__}'s closure", f.__closure__, f.__code__.co_freevars)
+            cells = zip(f.__code__.co_freevars, f.__closure__, strict=True)
+            held = {name: cell for name, cell in cells if identity(cell) not in self._put}
+            place = object_attributes.cells(f"{f.__qualname__}'s closure", [*held.values()], [*held])
             if not unbound:
                 self._hold(self._without_untouched(place))
-            for name, cell, value in zip(f.__code__.co_freevars, f.__closure__, place.read(), strict=True):
+            for (name, cell), value in zip(held.items(), place.read(), strict=True):
                 if self._is_untouched(value):
                     continue
                 self._variable_read(f, name, value)
@@ -480,14 +482,14 @@ class Reach(Objects):
         evaluated = f.__code__.co_name == EVALUATED
         by_name = used.variables if evaluated or not named.isdisjoint(("NameError", "Exception")) else used.sets
         absent = (named if used.spaces else by_name | used.asked) - g.keys()
-        held = self._spaces.setdefault(identity(g), (g, set()))[1]
+        held, put = self._spaces.setdefault(identity(g), (g, set()))[1], self._put.get(identity(g), set())
         new = (((used.variables | used.asked) & g.keys()) | absent) - held
         if new and not unbound:
             held |= new
-            self._hold(self._without_untouched(object_attributes.space("globals", g, sorted(new))))
-        for n in used.variables & g.keys():
+            self._hold(self._without_untouched(object_attributes.space("globals", g, sorted(new - put))))
+        for n in (used.variables & g.keys()) - put:
             self._variable_read(f, n, g[n])
-        for n in sorted(new & g.keys()):
+        for n in sorted((new & g.keys()) - put):
             if self._is_untouched(g[n]):
                 continue
             self._variable_of(n, g[n], used.bare)
@@ -598,6 +600,7 @@ class Reach(Objects):
         named = self.mentions.names | {"__getattr__"}
         new = {n for n in [*space] if n in named or (any_of_them and type(n) is str and n not in _MODULES_NAMES)} - held
         held |= new
+        new -= self._put.get(identity(space), set())
         if new:
             self._hold(object_attributes.space("globals", space, sorted(new)))
         for n in sorted(new):

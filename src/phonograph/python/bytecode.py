@@ -22,7 +22,7 @@ from .code_cache import of_code
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asked_of_base", "asks_its_base",
            "catches", "formats_any", "hands_out", "has_instruction", "items_set", "looks_around", "looks_around_itself",
            "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full", "uses_of_float",
-           "uses_of_int", "uses_of_type", "words_in", "words_of"]  # fmt: skip
+           "uses_of_int", "uses_of_reductions", "uses_of_type", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -781,6 +781,12 @@ def uses_of_int(code: CodeType) -> frozenset[str]:
 def uses_of_type(code: CodeType) -> frozenset[str]:
     """The same of `type`."""
     return _uses_of("type", code)
+
+
+@of_code
+def uses_of_reductions(code: CodeType) -> dict[str, frozenset[str]]:
+    """The same of `sum`, `max` and `min`."""
+    return {name: _uses_of(name, code) for name in ("sum", "max", "min")}
 
 
 def _uses_of(name: str, code: CodeType) -> frozenset[str]:

@@ -58,7 +58,8 @@ class Holder(NamedTuple):
     of `owner` holds, or the `contents` of a container; it has these `tables`, dictionaries that are no object's attributes. It
     lies `behind` a door (`doors.Room`), and need not be read while that is shut. `spot` finds where the i-th of the values read
     lies. All of it is `inside` these dictionaries, if it is known of any: while they have not changed, it has not. Nor has it
-    while these `facts` are what they were.
+    while these `facts` are what they were. The values read are those of `variables`: a cell, or a dictionary
+    of global variables, and a name.
     """
 
     path: str
@@ -75,6 +76,7 @@ class Holder(NamedTuple):
     spot: Find | None = None
     inside: Callable[[], Sequence[object]] | None = None
     facts: Callable[[], list[Fact]] | None = None
+    variables: Sequence[tuple[Thing, str]] = ()
 
     def label(self, i: int, values: Reading) -> str:
         """A name for the i-th of the values read."""

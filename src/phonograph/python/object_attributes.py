@@ -170,7 +170,8 @@ def cells(path: str, of: Sequence[CellType], names: Sequence[str]) -> Holder:
             return (*map(contents, of),)
 
     place = Holder(path, read, restore, named=lambda path, i, _: f"{path}.{names[i]}", spot=spot)
-    return place._replace(facts=lambda: [("cell", cell) for cell in of])
+    variables = [(cell, "cell_contents") for cell in of]
+    return place._replace(facts=lambda: [("cell", cell) for cell in of], variables=variables)
 
 
 def space(path: str, of: dict[str, object], names: Iterable[str]) -> Holder:
@@ -188,5 +189,6 @@ def space(path: str, of: dict[str, object], names: Iterable[str]) -> Holder:
                 of.pop(n, None)
 
     return Holder(
-        path, read, restore, named=lambda path, i, _: held[i], spot=lambda i, _: item(of, held[i]), inside=lambda: (of,)
-    )
+        path, read, restore, named=lambda path, i, _: held[i], spot=lambda i, _: item(of, held[i]), inside=lambda: (of,),
+        variables=[(of, n) for n in held],
+    )  # fmt: skip

@@ -29,6 +29,7 @@ import torch
 
 from .._torch.dynamic import Reading, Thing
 from .._torch.native import Fact, instead, known
+from .._torch.tensors import has_memory
 from ..call.signature import modes
 from ..guards import module_epochs as witness
 from ..guards.attribute_epochs import states
@@ -84,6 +85,8 @@ class Constants(Entries, Column):
         self._pointed, self._alike = hot, like(hot)
         kept_there = [t for t in tensors if identity(t) in self.remembered]
         self._remembered = like(kept_there), kept_there
+        # If one gets other memory, that may be seen late: until then replays write the old one, which must be nobody's.
+        self._storages = [t.untyped_storage() for t in kept_there if has_memory(t)]
         self._tensors = [(t, state) for _, t, state in relied]
         looked_at = set(map(identity, hot))
         others = [t for t in tensors if identity(t) not in looked_at and identity(t) not in self.remembered]
@@ -140,7 +143,7 @@ class Constants(Entries, Column):
         told = self._told_by.facts() if self._told else []
         if told is None or self._hooked or (self._behind and not self._is_shut()):
             return None
-        rooms = [entry[0].behind.fact() for entry in self._behind]
+        rooms = [fact for entry in self._behind for fact in entry[0].behind.facts()]
         if self._behind:
             rooms.append(("item", vars(states), "epoch"))
         own: list[Fact] = [("item", vars(self), name) for name in ("_moved_places", "_read_hot", "_shut", "_epoch")]

@@ -54,7 +54,7 @@ class FedGradients:
         there: dict[int, torch.Tensor] = {} if within is None else within._slots
         may = [p for p in parameters if _may_be_fed(p)]
         makers, others = _makers_of(may)
-        apart = {identity(p) for p in others if not nobody_has([*map(gradient, [p])])}
+        apart = {identity(p) for p in others if not _are_nobodys([*map(gradient, [p])])}
         apart |= {key for maker, keys in makers if not maker.alone() for key in keys}
         self._owners = [p for p in may if identity(p) not in apart]
         self._slots: dict[int, torch.Tensor] = {identity(p): there.get(identity(p), _slot(gradient(p))) for p in self._owners}
@@ -114,7 +114,7 @@ class FedGradients:
             return False
         del found
         makers, others = _makers_of(self._read)
-        return all(maker.alone() for maker, _ in makers) and nobody_has([*map(gradient, others)])
+        return all(maker.alone() for maker, _ in makers) and _are_nobodys([*map(gradient, others)])
 
     def feed(self, found: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """Before a replay, with the gradients that it has found."""
@@ -135,6 +135,12 @@ def _may_be_fed(p: torch.Tensor) -> bool:
         return False
     odd = g.is_conj() or g.is_neg() or g.is_inference() or g.requires_grad
     return not odd and not g.__dict__ and not hook_values(g)
+
+
+def _are_nobodys(found: Sequence[torch.Tensor]) -> bool:
+    """Whether nobody else has one of these gradients, just read, or memory of one. (What lies where another library has put it,
+    others may lie on that do not refer to this storage.)"""
+    return nobody_has(found) and all(map(torch.UntypedStorage.resizable, map(torch.Tensor.untyped_storage, found)))
 
 
 def _slot(g: Thing) -> torch.Tensor:

@@ -91,6 +91,11 @@ def _lies_elsewhere(kept: Thing) -> bool:
     return g is not None and has_memory(g) and kept.storages.isdisjoint(storages(g))
 
 
+def _place(g: torch.Tensor | None) -> int:
+    """Where a gradient lies; 0 where there is none, or it is no plain memory."""
+    return address(g) if g is not None and is_ordinary(g) and has_memory(g) else 0
+
+
 def _with_bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """These, and those of which they are views, each once."""
     bases = [t._base for t in tensors if t._base is not None]
@@ -124,7 +129,7 @@ class _Some:
         self._fitted: object = None
         self._unheld: object = None
         self._stood: object = None
-        self._turn: Iterator[tuple[torch.Tensor, int]] = iter(())  # in which all are looked at besides, one at a time
+        self._turn: Iterator[tuple[torch.Tensor, int, int]] = iter(())  # in which all are looked at besides, one at a time
 
     @property
     def involved(self) -> list[torch.Tensor]:
@@ -211,8 +216,9 @@ class _Some:
         """While the door is shut: whether the next of them is what it was."""
         if gradients.busy:
             return False
-        p, was = next(self._turn)
-        return identity(gradient(p)) == was
+        p, was, place = next(self._turn)
+        g = gradient(p)
+        return identity(g) == was and (not place or (g.layout is torch.strided and address(g) == place))
 
     def _all_fit(self) -> bool:
         """(``p.grad.data = ...`` gives the very same gradient other memory. Who does that has it, if it is one that this
@@ -229,8 +235,9 @@ class _Some:
             self._fitted = epoch
             if not self.created:
                 self._unheld = epoch
-            involved = self.involved
-            self._turn = cycle([*zip(involved, map(identity, map(gradient, involved)), strict=True)])
+            # (Where they lie, too: another that comes through no door may be where one was that has gone.)
+            involved = [(p, gradient(p)) for p in self.involved]
+            self._turn = cycle([(p, identity(g), _place(g)) for p, g in involved])
         return True
 
     def ready_facts(self) -> list[Fact] | None:

@@ -3,8 +3,8 @@ marked `@pg.live`.
 
 In a capture nobody knows them. What stands there for such a number says that it is one, and by what formula another is worked
 out of it (``self.total += loss.item() * len(x)``); code that does anything else with it is refused. What comes out at the end
-is read when a replay has run, as any result is, and worked out then. What C code makes of numbers, `sum` or NumPy, is no
-formula: of floats it may make another.
+is read when a replay has run, as any result is, and worked out then. What C code makes of numbers is no formula: of
+floats it may make another (but see `guards/reductions.py`).
 
 A number by which the call goes on (``if found_inf.item():``) is *decisive*. It is known by its site in the code: a live call
 tells what is read there, and what is captured is what comes after that number. Each replay looks whether it is still the same;
@@ -37,7 +37,7 @@ from .numbers import base_of, is_exact
 from .pytree import containers, flatten, unflatten
 
 __all__ = ["COMPARISONS", "LEFT_ALIGNED", "NUMBER_READERS", "READS_NUMBER", "Noted", "Numeral", "Reckoned", "Site", "listable",
-           "readable", "reading", "site_of", "tensors_of", "without", "worked_out"]  # fmt: skip
+           "may_meet", "readable", "reading", "site_of", "tensors_of", "without", "worked_out"]  # fmt: skip
 
 _DIVIDE = ("truediv", "floordiv", "mod")
 _ARITHMETIC = ("add", "sub", "mul", "pow", *_DIVIDE)
@@ -159,7 +159,7 @@ class Numeral(Unread):
 
     def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         plain = method == "__call__" and not kwargs and function.__name__ in _NUMPYS and is_exact(function, args)
-        if plain and all(map(_may_meet, args)):
+        if plain and all(map(may_meet, args)):
             return self.worked(function, *args)
         return (function if method == "__call__" else getattr(function, method))(*map(_real, args), **kwargs)
 
@@ -211,7 +211,7 @@ def _now(x: Any) -> Any:
     return x._now if isinstance(x, Numeral) else x.formula(x.dials.values) if isinstance(x, Followed) else x
 
 
-def _may_meet(x: Any) -> bool:
+def may_meet(x: Any) -> bool:
     """Whether arithmetic of a numeral with this is a formula."""
     if isinstance(x, Followed):
         return x.wide
@@ -221,7 +221,7 @@ def _may_meet(x: Any) -> bool:
 def _arithmetic(name: str, function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Numeral, Any], Any]:
     def method(self: Numeral, other: Any, *modulus: Any) -> Any:
         of = (other, self) if swapped else (self, other)
-        if modulus or not _may_meet(other) or (name == "add" and not is_spelled(sys._getframe(1))):
+        if modulus or not may_meet(other) or (name == "add" and not is_spelled(sys._getframe(1))):
             return function(*map(_real, (*of, *modulus)))
         may_raise = name == "pow" or (name in _DIVIDE and (isinstance(of[1], Numeral) or not of[1]))
         return self.carefully(function, *of) if may_raise else self.worked(function, *of)
@@ -233,7 +233,7 @@ def _comparison(function: Callable[[Any, Any], Any]) -> Callable[[Numeral, Any],
     def method(self: Numeral, other: Any) -> Any:
         if other is None:
             return NotImplemented
-        return self.decided(function, self, other) if _may_meet(other) else function(self.real(), other)
+        return self.decided(function, self, other) if may_meet(other) else function(self.real(), other)
 
     return method
 

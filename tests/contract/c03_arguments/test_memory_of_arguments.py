@@ -1,5 +1,7 @@
 """C3: arguments whose memory is shared, moved, or given back."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -27,6 +29,27 @@ def test_c03_an_argument_that_shares_numpys_memory_with_state():
     f = pg.record(lambda x: (state.add_(1), x * 2)[1], warmup=1)
     for n in range(5):
         assert f(torch.from_numpy(array)).tolist() == [2.0 * (n + 2)] * 3
+
+
+@may_run_live
+def test_c03_an_argument_that_is_written_and_has_the_memory_of_an_array(device):
+    """Of which the function makes a tensor by itself."""
+    numpy = pytest.importorskip("numpy")
+    if torch.device(device).type != "cpu":
+        pytest.skip("arrays lie on the host")
+
+    def run(record):
+        array = numpy.zeros(3, numpy.float32)
+        step, found = record(lambda x, y: y.add_(x) + torch.from_numpy(array)), []
+        for n in range(20):
+            y = torch.from_numpy(array) if n % 5 == 4 else torch.from_numpy(array.copy())
+            found.append(step(torch.full((3,), n + 1.0), y).clone())
+        return found, step
+
+    (live, _), (ours, step) = run(lambda f: f), run(partial(pg.record, keep="always"))
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 4, pg.explain(step)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -150,6 +173,120 @@ def test_c03_an_argument_where_a_gradient_was(device):
     for n in range(6):
         assert step(torch.ones(4, device=device), torch.from_dlpack(memory.fill_(n))).tolist() == [2.0 * n] * 4
     assert pg.stats(step).replayed >= 5, pg.explain(step)
+
+
+@may_run_live
+@pytest.mark.parametrize("how", ["the same tensor", "other memory each time", "other memory where the old one was"])
+def test_c03_an_argument_that_a_marked_function_has_come_to_find_elsewhere(device, how):
+    """It runs live, and writes there in the middle of the call: what it finds may be another than when that was recorded."""
+
+    def run(record):
+        has, found, memory = {"own": torch.zeros(4, device=device)}, [], torch.zeros(4, device=device)
+
+        @pg.live
+        def add(x):
+            with torch.no_grad():
+                has["own"].add_(x)
+            return x + 0
+
+        step = record(lambda x, y: add(x * 2) + y * 2)
+        for n in range(20):
+            memory = memory.fill_(n) if how.endswith("was") else torch.full((4,), float(n), device=device)
+            y = memory.clone()
+            if how == "the same tensor":
+                has["own"] = memory
+                y = memory if n > 12 else y
+            else:
+                has["own"].data = torch.from_dlpack(memory)
+                y = torch.from_dlpack(memory) if n > 12 else y
+            found.append(step(torch.full((4,), n + 1.0, device=device), y).clone())
+        return found, step
+
+    (live, _), (ours, step) = run(lambda f: f), run(partial(pg.record, keep="always"))
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 4, pg.explain(step)
+
+
+@may_run_live
+@pytest.mark.parametrize("how", [torch.Tensor.detach, torch.Tensor.view_as, torch.from_dlpack])
+def test_c03_an_argument_on_the_memory_of_a_step_count(device, how):
+    """Which a replay moves on by itself: no operator writes it."""
+
+    def run(record):
+        p = torch.zeros(2, device=device, requires_grad=True)
+        optimizer = torch.optim.Adam([p], lr=0.5)
+
+        @record
+        def step(x, count):
+            p.grad = x * 1.0
+            optimizer.step()
+            return count * 2
+
+        found = []
+        for n in range(12):
+            own = optimizer.state[p].get("step", torch.zeros(()))
+            count = how(own, own) if how is torch.Tensor.view_as else how(own)
+            found.append(step(torch.full((2,), n + 1.0), count if n > 6 else count.clone()).clone())
+        return found, step
+
+    if torch.device(device).type != "cpu":
+        pytest.skip("the other argument lies on the host, as counts do")
+    (live, _), (ours, step) = run(lambda f: f), run(pg.record)
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 4, pg.explain(step)
+
+
+@may_run_live
+def test_c03_a_tensor_of_the_functions_own_on_the_memory_of_a_step_count(device):
+    """On another storage, so that it seems to be another tensor."""
+
+    def run(record):
+        p, has = torch.zeros(2, device=device, requires_grad=True), {"count": torch.zeros(())}
+        optimizer = torch.optim.Adam([p], lr=0.5)
+
+        @record
+        def step(x):
+            p.grad = x * 1.0
+            optimizer.step()
+            return has["count"] * 2
+
+        found = []
+        for n in range(12):
+            if n == 3:
+                has["count"] = torch.from_dlpack(optimizer.state[p]["step"])
+            found.append(step(torch.full((2,), n + 1.0, device=device)).clone())
+        return found
+
+    for was, now in zip(run(lambda f: f), run(pg.record), strict=True):
+        assert_same(was, now)
+
+
+@may_run_live
+def test_c03_an_argument_on_the_memory_of_a_gradient_that_lies_elsewhere_each_time(device):
+    """Each has a storage of its own, so that nobody seems to have the gradient."""
+
+    def run(record):
+        w, found = torch.nn.Parameter(torch.ones(4, device=device)), []
+
+        @record
+        def step(x, y):
+            (w * x).sum().backward()
+            return y * 2
+
+        for n in range(20):
+            memory = torch.full((4,), float(n), device=device)
+            w.grad = None
+            w.grad = torch.from_dlpack(memory) if n > 12 else memory.clone()
+            y = torch.from_dlpack(memory) if n > 12 else memory
+            found += [step(torch.full((4,), n + 1.0, device=device), y).clone(), w.grad.clone()]
+        return found, step
+
+    (live, _), (ours, step) = run(lambda f: f), run(pg.record)
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 4, pg.explain(step)
 
 
 def test_c03_a_view_of_an_earlier_result_is_written(device):

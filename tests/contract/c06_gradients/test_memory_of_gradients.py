@@ -1,6 +1,7 @@
 """C6: gradients and the memory in which they lie."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -238,3 +239,32 @@ def test_c06_backward_reaches_what_an_earlier_result_was_multiplied_with(device)
         g(f(filled(device, n, 2)).mul_(u))
         assert w.grad.tolist() == [3 * (n + 1.0)] * 2
         assert u.grad.item() == 2 * (n + 1.0)
+
+
+def test_c06_a_gradient_that_comes_past_python_where_one_was_that_has_gone(device):
+    """As an extension puts it there, which is found when its turn comes. The object may be at the old one's place."""
+    give, get = torch._C.TensorBase.grad.__set__, torch._C.TensorBase.grad.__get__
+
+    def run(record):
+        p, found = nn.Parameter(torch.ones(3, device=device)), []
+        p.grad = torch.ones(3, device=device)
+        step = record(lambda x: p.grad * x)
+        for n in range(20):
+            if n in (8, 12, 16):
+                new, old, others = torch.full((3,), float(n), device=device), id(get(p)), []
+                give(p, None)
+                for _ in range(50):
+                    made = torch.empty(0, device=device)
+                    if id(made) == old:
+                        break
+                    others.append(made)
+                made.data = new
+                give(p, made)
+                del made, new, others
+            found.append(step(torch.full((3,), 1.0 + n, device=device)).clone())
+        return found, step
+
+    (live, _), (ours, step) = run(lambda f: f), run(partial(pg.record, keep="always"))
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 10, pg.explain(step)

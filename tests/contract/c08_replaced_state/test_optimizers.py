@@ -1,9 +1,11 @@
 """C8, C9: optimizers, their settings and what they remember."""
 
+import collections
 import copy
 import functools
 import math
 import types
+import weakref
 
 import pytest
 import torch
@@ -305,6 +307,80 @@ def test_c08_a_gradient_that_a_function_of_torch_looks_for(device):
         return found
 
     assert_same(norms(recorded=True), norms(recorded=False))
+
+
+def test_c08_a_parameter_that_a_step_writes_is_swapped(device):
+    """torch refuses that where somebody refers to it weakly."""
+    both = steps(device, usual_step)
+    for n in range(8):
+        if n == 4:
+            both.change(
+                lambda state: [torch.utils.swap_tensors(p, nn.Parameter(torch.ones_like(p))) for p in state[0].parameters()]
+            )
+        both(data(device, n))
+    assert pg.stats(both.recorded).replayed >= 4, pg.explain(both.recorded)
+
+
+def at_old_place(make, old):
+    """What this makes, where something lay that has gone by now, if it comes to lie there."""
+    others = []
+    for _ in range(100):
+        made = make()
+        if id(made) == old:
+            break
+        others.append(made)
+    return made
+
+
+def test_c08_another_state_of_an_optimizer_lies_where_the_old_one_did(device):
+    """It came there by no method, and the number of an object that has gone may be that of another."""
+
+    def run(record):
+        p, found = nn.Parameter(torch.ones(2, device=device)), []
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+
+        @record
+        def step(x):
+            p.grad = x * 1.0
+            optimizer.step()
+
+        for n in range(34):
+            if n in (8, 13, 19, 26):  # at each turn of what is looked at besides
+                own, remembered = vars(optimizer), {"momentum_buffer": torch.full((2,), float(n), device=device)}
+                old = id(own.pop("state"))
+                own["state"] = at_old_place(lambda: collections.defaultdict(dict), old)
+                own["state"][p] = remembered
+                del own, remembered
+            step(torch.ones(2, device=device))
+            found.append(p.detach().clone())
+        return found, step
+
+    (live, _), (ours, step) = run(lambda f: f), run(pg.record)
+    for was, now in zip(live, ours, strict=True):
+        assert_same(was, now)
+    assert pg.stats(step).replayed >= 16, pg.explain(step)
+
+
+def test_c08_memory_of_an_optimizers_state_that_a_replay_may_still_write_is_nobodys(device):
+    """Of many tensors a few are looked at in each replay: it may be that one which has got other memory is seen late."""
+    weights = [nn.Parameter(torch.ones(2, device=device)) for _ in range(100)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+
+    @pg.record
+    def step(x):
+        for w in weights:
+            w.grad = x * 1.0
+        optimizer.step()
+
+    for _ in range(6):
+        step(torch.ones(2, device=device))
+    assert pg.stats(step).replayed >= 2, pg.explain(step)
+    kept = optimizer.state[weights[50]]["momentum_buffer"]
+    step(torch.ones(2, device=device))
+    before = weakref.ref(kept.untyped_storage())
+    kept.data = torch.zeros(2, device=device)
+    assert before() is not None
+    pg.reset(step)
 
 
 def test_c08_a_hook_of_all_optimizers(device):

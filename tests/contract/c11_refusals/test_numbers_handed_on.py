@@ -41,6 +41,11 @@ HANDED_ON = {
     "one of NumPy's": lambda x: (np.float64(0.1) * x.sum().item(), x.sum().item() / np.float32(3)),
     "a rounded one": lambda x: round(x.sum().item() / 7, 2),
     "the same twice": lambda x: [a := x.sum().item() / 3, a, (a, a + 1)],
+    "a list that is added up": lambda x: sum([*(x / 7).tolist(), 0.1]) / len(x),
+    "of a generator": lambda x: (sum(t.item() / 3 for t in x), sum((t > 2).item() for t in x), min(t.item() for t in x)),
+    "the largest": lambda x: (max(x.tolist()), max(x[0].item(), x[1].item() * 2, 1.5), min(x.sum().item(), -x[0].item())),
+    "NumPy's mean": lambda x: (np.mean([a := x.sum().item(), a / 3, 0.1]) + 1, np.std((a, 2)), np.sum(x.tolist()) * 2),
+    "a mean's mean": lambda x: np.mean([np.mean(x.tolist()), sum(x.tolist(), 0.5)]),
 }
 
 
@@ -236,8 +241,7 @@ DEPEND = {
     "an index": lambda x: x[int(x[0].item()) + 1 - int(x[0].item())] * x[0].item(),
     "a shape": lambda x: torch.ones(int(x[0].item()) + 1, device=x.device),
     "a constant": lambda x: torch.full((2,), x.sum().item(), device=x.device),
-    "a list that is added up": lambda x: sum(x.tolist()),
-    "an array": lambda x: float(np.mean([a := x.sum().item(), a / 3, 0.1])),
+    "an array": lambda x: np.array([x.sum().item()])[0],
     "a set": lambda x: len({x.sum().item(), 6.0}),
     "a list in a list": lambda x: x * x.view(1, 3).tolist()[0][1],
 }

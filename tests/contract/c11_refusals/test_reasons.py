@@ -706,8 +706,8 @@ def a_list_in_itself(device):
     items.clear()
 
 
-@way("another value of `n`", remedy="tensors")
-def a_number_that_changes(device):
+@way("another string of `n`", remedy="outside")
+def a_string_that_changes(device):
     f = pg.record(lambda x, n: x * len(n), warmup=1)
     for n in range(80):
         f(ramp(device, 4), "n" * n)  # here

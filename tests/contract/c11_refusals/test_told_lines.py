@@ -99,10 +99,10 @@ def test_c12_what_has_no_name_is_read_nowhere():
 def test_c12_signatures_that_do_not_come_again_are_explained(device):
     f = pg.record(lambda x, n: x * len(n))
     for n in range(5):
-        f(ramp(device, 3), "n" * n)
+        f(ramp(device, 3), b"n" * n)
     assert "\n5 of the last 5 calls had a signature of their own: another value of `n`" in pg.explain(f)
     for n in range(5):
-        f(ramp(device, 3), "n" * n)
+        f(ramp(device, 3), b"n" * n)
     assert "of their own" not in pg.explain(f)
 
 
@@ -305,3 +305,32 @@ def test_c11_a_package_that_reads_values_within_the_model_is_gone_around(device,
     f = pg.record(lambda x: model(x), fallback="live")
     with pytest.warns(pg.RunsLive, match=r'code of a package: use torch.compile\(..., backend="phonograph"\)'):
         assert len([f(ramp(device, 3, start=n)) for n in range(4)]) == 4
+
+
+AUGMENTS = """
+class Flip:
+    def __init__(self):
+        self.params = {}
+
+    def __call__(self, x):
+        self.params = {"flips": [torch.ones(2, device=x.device), object()]}
+        return x.flip(0)
+"""
+
+
+@may_run_live
+@pytest.mark.parametrize("whose", ["a package's", "the user's"])
+def test_c11_what_code_of_a_package_changes_is_to_be_called_outside(device, tmp_path, whose):
+    """Which works; nobody can write into a tensor in place of a package."""
+    file, names = tmp_path / ("site-packages" if whose == "a package's" else "mine") / "flips.py", {"torch": torch}
+    file.parent.mkdir()
+    file.write_text(AUGMENTS)
+    exec(compile(AUGMENTS, str(file), "exec"), names)
+    flip = names["Flip"]()
+    inside, outside = pg.record(lambda x: flip(x) * 2), pg.record(lambda x: x * 2)
+    for n in range(4):
+        x = ramp(device, 3, start=n)
+        assert_same(inside(x), outside(flip(x)))
+    assert "changes flip.params, which outlives the call" in reasons(inside)
+    assert ("call that outside of the recorded function" in reasons(inside)) == (whose == "a package's"), reasons(inside)
+    assert pg.stats(outside).replayed == 3

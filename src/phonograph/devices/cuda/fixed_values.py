@@ -51,6 +51,7 @@ class Versions:
         self._watched, self._tensors, self._before = watched, tensors, before
         self._untold = any(isinstance(t, torch.nn.Parameter) for t in tensors)  # whose `data` is a property of another's
         self._key = storage_id(tensors[0])
+        self._storage = tensors[0].untyped_storage()  # kept: nothing else gets its identity, or its memory
         data.stay_for(self)
         self._seen = handed_out(self._key)
 
@@ -62,7 +63,9 @@ class Versions:
         return (self._watched.failed or not self._is_as_before(), *[t._version for t in self._tensors])
 
     def _is_as_before(self) -> bool:
-        """Whether it holds the same, as far as versions would not tell."""
+        """Whether it holds the same, as far as versions would not tell. (`t.data = …` leaves them alone.)"""
+        if any(t.untyped_storage() is not self._storage for t in self._tensors):
+            return False
         handed = handed_out(self._key)
         if handed == self._seen and not self._untold and use_count(self._key) <= len(self._tensors):
             return True

@@ -1,0 +1,84 @@
+"""A string among the arguments that is another in each call, and that perhaps nobody reads: a path, an identifier, a caption.
+
+In a capture a `Text` stands for it. It answers as the string does, and remembers that it was asked. Code in C that wants a
+string takes it for none, and raises: who catches that is no judge of whether it was read.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType
+from typing import Any
+
+from ..python.bytecode import catches
+from ..python.code_cache import of_code
+from ..python.origin import STDLIB, is_ours, is_torchs, origin
+
+__all__ = ["Text", "held", "may_miss"]
+
+_UNHEARD = frozenset({"type", "id", "ctypes"})  # by what code may tell that it is no string, or look into it
+
+
+class Text:
+    """Stands for a string."""
+
+    __slots__ = ("_of", "_read")
+
+    def __init__(self, of: str) -> None:
+        self._of, self._read = of, False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return str
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._of, name)  # which a string has, or not, whatever it says
+        self._read = True
+        return found
+
+    def real(self) -> str:
+        """The string, which is read then."""
+        self._read = True
+        return self._of
+
+    def was_read(self) -> bool:
+        return self._read
+
+
+def _real(x: object) -> object:
+    return x.real() if type(x) is Text else x
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: function(self.real(), *map(_real, args))
+
+
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "bool": bool, "hash": hash, "copy": copy.copy, "deepcopy": copy.deepcopy, "str": str, "repr": repr, "format": format,
+    "reduce_ex": lambda text, protocol: text.__reduce_ex__(protocol), "radd": lambda text, other: other + text,
+    "rmod": lambda text, other: other % text, "dir": dir, "rmul": operator.mul, "len": len, "iter": iter,
+}  # fmt: skip
+_OPERATIONS = ("eq", "ne", "lt", "le", "gt", "ge", "add", "mul", "mod", "contains", "getitem")
+
+for _name, _function in {**_OTHERS, **{name: getattr(operator, name) for name in _OPERATIONS}}.items():
+    setattr(Text, f"__{_name}__", _asking(_function))
+
+
+def held(texts: Iterable[Text]) -> list[int]:
+    """How often each is held anywhere."""
+    return [sys.getrefcount(text) for text in texts]
+
+
+def may_miss(ran: Iterable[CodeType]) -> bool:
+    """Whether some of this code may have read one, and that was not noted. (The standard library has it from others, and lets
+    such exceptions out.)"""
+    others = (code for code in ran if origin(code.co_filename) is not STDLIB and not is_ours(code.co_filename))
+    return any(not is_torchs(code.co_filename) and _may_miss(code) for code in others)
+
+
+@of_code
+def _may_miss(code: CodeType) -> bool:
+    return catches(code) or not _UNHEARD.isdisjoint(code.co_names)
