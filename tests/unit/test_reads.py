@@ -3,9 +3,12 @@
 import _thread
 import abc
 import copy
+import ctypes
+import dataclasses
 import enum
 import functools
 import gc
+import random
 import sys
 import threading
 import time
@@ -13,11 +16,14 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
 
+from phonograph._torch import autograd
+from phonograph.python import origin
 from phonograph.reads.gate import gate
 from phonograph.reads.place import mro_of
 from phonograph.reads.readset import ReadSet
@@ -134,6 +140,44 @@ def test_an_iterator_refuses_only_where_it_is_read():
     assert noted(lambda x: x.steps, Plain()).refused == ["an iterator (list_iterator) at Plain.steps"]
 
 
+def test_what_we_ask_ourselves_is_no_read_of_the_call(monkeypatch):
+    """As where an operator is looked at: of which kind it is, and which number stands for another."""
+    space = {"__name__": "phonograph.looking", "random": random, "Mapping": Mapping}
+    source = "def look(x):\n    return isinstance(x, Mapping), random.uniform(0.0, 1.0)"
+    exec(compile(source, origin.__file__, "exec"), space)
+    look = space["look"]
+    reads = noted(lambda: look({}))
+    abc.ABC.register(type("Other", (), {}))
+    monkeypatch.setattr(random, "uniform", lambda a, b: a)
+    assert changed(reads) == []
+
+
+def test_which_classes_are_registered_counts_where_a_call_asks():
+    reads = noted(lambda: isinstance(PLAIN, Mapping))
+    abc.ABC.register(type("Other", (), {}))
+    assert changed(reads) == ["the classes registered with abstract ones"]
+
+
+class Described:
+    def __init_subclass__(cls):
+        cls.described = cls.__name__
+
+
+def test_a_class_may_be_made_by_the_call():
+    def make():
+        @dataclasses.dataclass(frozen=True)
+        class Point(Described):
+            x: int = 1
+
+        return Point().x, Point.described
+
+    assert make() == (1, "Point")
+    reads = ReadSet()
+    with reads.noting(make):
+        assert make() == (1, "Point")
+    assert changed(reads) == []
+
+
 def test_variables_of_functions_are_places(monkeypatch):
     factor = 2.0
 
@@ -176,6 +220,33 @@ def test_a_module_is_asked_where_no_code_of_pythons_runs(monkeypatch):
     noted(asks)
     assert over.wait(10)
     assert raised == []
+
+
+def test_a_thread_that_none_of_pythons_code_has_made_is_heard_within_a_backward(monkeypatch):
+    """As autograd's of a GPU. Who asks where it runs meets the doors of modules and of classes: it asks none of them."""
+    monkeypatch.setattr(SETTINGS, "rate", 1.0, raising=False)
+    monkeypatch.setattr(autograd, "backward_id", lambda: 1)
+    raised, plain = [], Plain()
+    monkeypatch.setattr(sys, "unraisablehook", lambda raising: raised.append(raising.exc_value))
+
+    def asks():
+        _ = threading.current_thread().name, plain.a, SETTINGS  # so that these are heard
+        _from_c(lambda: SETTINGS.rate * plain.a)
+
+    with ReadSet().noting(asks) as reads:
+        reads.goes_with(None, lambda: threading.get_ident() == -1)
+        asks()
+    assert raised == []
+    monkeypatch.setattr(SETTINGS, "rate", 2.0)
+    assert changed(reads) == ["settings_of_the_tests.rate"]
+
+
+def _from_c(work):
+    """Called by a thread that C makes."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    calls, thread, c = kind(lambda _: work() and None), ctypes.c_ulong(), ctypes.CDLL(None)
+    assert c.pthread_create(ctypes.byref(thread), None, calls, None) == 0
+    c.pthread_join(thread, None)
 
 
 def test_a_module_that_was_not_there_may_come(monkeypatch):

@@ -161,7 +161,7 @@ class Listener:
         self.variables: Variables | None = None
         self.backward_of_users = False  # whether autograd has called code of theirs
         self._thread = threading.get_ident()
-        self._collecting = collecting
+        self.collecting = collecting
 
     def called(self, function: Callable[..., object], owner: object, frame: FrameType) -> None:
         if function.__name__ == BEGINS_GROUP and self.concerned():
@@ -246,7 +246,7 @@ class Listener:
 
     def concerned(self) -> bool:
         """Whether what runs now is part of the capture."""
-        return (threading.get_ident() == self._thread or on_thread_of_autograds()) and not self._collecting()
+        return (threading.get_ident() == self._thread or on_thread_of_autograds()) and not self.collecting()
 
 
 # -- sys.monitoring

@@ -368,6 +368,8 @@ class DryRun:
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
+        beyond, audits = prepared.beyond, self._reads is None and request.terms.placement.within is not None
+        left_out = self._untouched.left_out if audits else beyond.hears(self._untouched.left_out, request.terms.carried)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -378,8 +380,11 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            watching_python(self._outer, heard, reach.caching, self._untouched.left_out, watch, None, variables) as listener,
+            nullcontext() if audits else beyond.noting(called),
+            watching_python(self._outer, heard, reach.caching, left_out, watch, None, variables) as listener,
         ):
+            if not audits:
+                beyond.goes_with(sys.getprofile(), listener.collecting)
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)
             listener.reads_past = None if self._reads is None else self._reads.read_past

@@ -11,6 +11,7 @@ from .._torch.dynamic import Leaves
 from ..capture.ddp_reducer import Reducers, around
 from ..capture.effects import Starts
 from ..capture.recording import memory_of
+from ..guards.beyond import Beyond, beyond
 from ..guards.snapshot import Snapshot
 from ..memory.spans import Spans
 from ..python.holders import Spot
@@ -32,6 +33,8 @@ class Prepared:
     grads: Grads
     snapshot: Snapshot
     """What the function can reach, before the capture."""
+    beyond: Beyond
+    """What the call relies on beyond that."""
     slots: Slots
     clearance: Clearance
     protected: Spans
@@ -66,9 +69,10 @@ class Prepared:
         if request.terms.concessions.feeds:
             fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.table.gradients.fed)
         grads = Grads(leaves, device.outlives, [t for _, t in reach.gathered if t.is_leaf], fed)
-        snapshot = undo.enter_context(transaction(reach, grads, device.torch_device))
+        others = beyond(reach)
+        snapshot = undo.enter_context(transaction(reach, others, grads, device.torch_device))
         if fed is not None:
             fed.stand()
         slots = Slots.of(request)
         protected |= Spans(memory_of(s) for s in slots.shared if s is not None)
-        return cls(grads, snapshot, slots, clearance, protected, spots, numbers, buckets, reducers.begins())
+        return cls(grads, snapshot, others, slots, clearance, protected, spots, numbers, buckets, reducers.begins())

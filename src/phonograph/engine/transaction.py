@@ -23,6 +23,7 @@ from ..call.signature import modes
 from ..call.signature import put_back as put_back_modes
 from ..capture.python_events import users_elsewhere
 from ..errors import Refusal
+from ..guards.beyond import Beyond
 from ..guards.reachable import Reach
 from ..guards.snapshot import Snapshot
 from ..python.putting_back import put_back
@@ -33,7 +34,7 @@ __all__ = ["host_draws_noted", "transaction"]
 
 
 @contextmanager
-def transaction(reach: Reach, grads: Grads, device: torch.device) -> Iterator[Snapshot]:
+def transaction(reach: Reach, beyond: Beyond, grads: Grads, device: torch.device) -> Iterator[Snapshot]:
     """Restore the state that the block changed, if the block fails. Yields the snapshot. The block captures a call on
     `device`."""
     host, drawn, snapshot, settings = _HostRandom(reach), _Generators(reach, device), Snapshot(reach), modes()
@@ -48,7 +49,7 @@ def transaction(reach: Reach, grads: Grads, device: torch.device) -> Iterator[Sn
             drawn.refuse("cpu")
     except BaseException:
         modes_back = partial(put_back_modes, settings)
-        put_back(snapshot.restore, reach.packages.restore, grads.restore, host.restore, drawn.restore, modes_back)
+        put_back(snapshot.restore, beyond.restore, grads.restore, host.restore, drawn.restore, modes_back)
         raise
     finally:
         torch.clear_autocast_cache()

@@ -49,7 +49,7 @@ from .._torch import dynamo as torch_dynamo
 from .._torch import modules as torch_modules
 from .._torch import process_groups as torch_process_groups
 from .._torch import tensors as torch_tensors
-from .._torch.dynamic import Leaves, Reading, Thing
+from .._torch.dynamic import Leaves, Reading, Table, Thing
 from .._torch.modes import without_subclasses
 from .._torch.native import Fact
 from ..call.live_function import is_marked
@@ -66,6 +66,7 @@ from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
 from ..python.read_gate import behind_gate
 from ..python.subscripts import TABLES, keys_of_variables
+from ..reads import CONSTANTS_ARE_READ
 from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
@@ -107,7 +108,7 @@ class Reach(Objects):
         self.truncated = False  # there was more than could be looked at
         self._ways: dict[type, Enter] = {}  # how to enter an object of this type
         self._functions: list[FunctionType] = []
-        self._variables: set[int] = set()  # the identities of cells, of which each is one place in however many closures
+        self.cells: set[int] = set()  # identities of variables, of which each is one place in however many closures
         self._classes: set[int] = set()
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._given: dict[type, list[tuple[str, FunctionType]]] = {}  # and functions of the user's in these
@@ -163,8 +164,16 @@ class Reach(Objects):
             self._hold(kept("settings of torch.nn", torch_modules.module_settings))
         if self.optimizers:
             self._hold(kept("hooks of all optimizers", torch_modules.optimizer_hooks, torch_modules.hooks_of_optimizers))
-        others, named = self._others.values(), self.mentions.names
-        following = self.mentions.following
+        if not CONSTANTS_ARE_READ:
+            self._hold_packages()
+        environment = getattr(os.environ, "_data", None)
+        if environment is not None and not self.mentions.names.isdisjoint({"environ", "getenv"}):
+            place = kept("os.environ", lambda: (len(environment), *environment, *environment.values()))
+            self._hold(place._replace(named=containers.keyed))
+
+    def _hold_packages(self) -> None:
+        """What code names of packages, as it may read it."""
+        others, following = self._others.values(), self.mentions.following
         values = {v.key: v for v in packages.values_in(others, self.mentions.following_any)}
         theirs = [v for kind in self.foreign for v in packages.attributes_of(kind, self.mentions.reads)]
         values |= {v.key: v for v in theirs}
@@ -172,13 +181,9 @@ class Reach(Objects):
         for place in packages.together(values.values()):
             self._hold(place)
         called = {f.key: f for f in packages.functions_in(others, following)}
-        called |= {f.key: f for f in packages.forwards_of(map(type, modules))}
+        called |= {f.key: f for f in packages.forwards_of(map(type, self.modules))}
         if called:
             self._hold(packages.as_they_are(called.values()))
-        environment = getattr(os.environ, "_data", None)
-        if environment is not None and not named.isdisjoint({"environ", "getenv"}):
-            place = kept("os.environ", lambda: (len(environment), *environment, *environment.values()))
-            self._hold(place._replace(named=containers.keyed))
 
     def of_what_ran(self, ran: Ran, left: Left, carried: Carried) -> Reach | None:
         """The same walk again after a call, in which this code ran. None if it might read more than it names, or what the call
@@ -283,6 +288,12 @@ class Reach(Objects):
     def all_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Those that have memory, and those that consist of such, with their names."""
         return [*self.tensors.values(), *self.made.values()]
+
+    @property
+    def spaces(self) -> list[Table]:
+        """The global variables of the user's functions, and of their modules."""
+        modules = (own_dict(module) or {} for module, _ in self._python_modules.values())
+        return [*(space for space, _ in self._spaces.values()), *modules]
 
     @property
     def found(self) -> Found:
@@ -438,8 +449,8 @@ class Reach(Objects):
                 self._variable_read(f, name, value)
                 if name == "__class__" and isinstance(value, type):
                     self._class_of(value)  # `super()`, which makes no object of it
-                elif identity(cell) not in self._variables:
-                    self._variables.add(identity(cell))
+                elif identity(cell) not in self.cells:
+                    self.cells.add(identity(cell))
                     self._variable_of(name, value, {name})
         for inner in ("__wrapped__", "_torchdynamo_orig_callable"):
             if inner in f.__dict__:
@@ -697,7 +708,7 @@ class Reach(Objects):
 
         def read() -> Reading:
             own: Thing = space
-            if not left_out.isdisjoint(own) or behind_gate(own.get("__getattribute__")) is MISSING:
+            if not left_out.isdisjoint(own) or behind_gate(gate := own.get("__getattribute__")) is not gate:
                 now = {n: behind_gate(v) for n, v in own.items() if n not in left_out}
                 own = {n: v for n, v in now.items() if v is not MISSING}
             return (len(own), *own, *own.values())

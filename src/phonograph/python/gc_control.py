@@ -35,6 +35,9 @@ class uncollected:  # noqa: N801 - it is used as a function
             self._off.end()
 
 
+_here = threading.get_ident  # (the module is not asked for it each time: who hears of reads asks this)
+
+
 @contextmanager
 def telling_collections() -> Iterator[Callable[[], bool]]:
     """A function that says, inside the block, whether the collector is at work in this thread."""
@@ -56,4 +59,4 @@ def telling_collections() -> Iterator[Callable[[], bool]]:
     with standing(undo):
         gc.callbacks += [ends, ends]  # first: it may start between these two lines. Of two one is called also where a callback
         gc.callbacks.insert(0, begins)  # takes itself from the list, which goes on after the next then
-        yield lambda: threading.get_ident() in source_of
+        yield lambda: _here() in source_of

@@ -38,7 +38,7 @@ from .origin import is_torchs
 from .standing import ended, fresh_in_children, standing
 from .subscripts import TABLES, keys_after
 
-__all__ = ["BY_NAME", "DOORS_FILE", "STATIC", "Reads", "Touching", "behind_gate", "gates", "may_be_gated"]
+__all__ = ["BY_NAME", "DOORS_FILE", "STATIC", "Reads", "Touching", "behind_gate", "gates", "may_be_gated", "where_heard"]
 
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # By which all attributes of an object are got at.
@@ -74,7 +74,7 @@ def may_be_gated(kind: Thing) -> bool:
     """Whether reads of attributes of such objects can be noted."""
     if issubclass(kind, (type, ModuleType)) or not _can_be_set(kind):
         return False
-    where = _where(kind)
+    where = where_heard(kind)
     if where is None or gated.get(where, 0) >= _MOST:
         return False
     if issubclass(kind, torch.nn.Module):
@@ -88,7 +88,7 @@ def _can_be_set(kind: Thing) -> bool:
     return kind.__flags__ & _HEAP_TYPE and not kind.__flags__ & _IMMUTABLE and meta.__setattr__ is type.__setattr__
 
 
-def _where(kind: type) -> type | None:
+def where_heard(kind: type) -> type | None:
     """The class in which the gate of such objects stands; None if there is none. Where a class has a `__getattribute__` that
     asks for all attributes by ``super()``, as configurations of transformers have, it is the class that this comes to."""
     first, *others = _asking(kind)
@@ -184,7 +184,7 @@ class Reads:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what is read while the block runs."""
-        kinds = {where for kind in self._kinds if (where := _where(kind)) is not None}
+        kinds = {where for kind in self._kinds if (where := where_heard(kind)) is not None}
         # One may derive from another. (A module's writes say what they write.)
         setting = [(kind, kind.__setattr__) for kind in self._kinds if not issubclass(kind, torch.nn.Module)]
         locks = list[threading.Lock]()

@@ -5,6 +5,7 @@ run one by one.
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Mapping
 from types import CodeType
 from typing import NamedTuple
@@ -15,6 +16,10 @@ __all__ = ["ATTRIBUTE", "CELL", "GLOBAL", "Load", "globals_of", "loads_in"]
 
 CELL, GLOBAL, ATTRIBUTE = "a cell", "a global variable", "an attribute"
 _OF_SPACE = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_OPS_OF_SPACE = {
+    op: int(name == "LOAD_GLOBAL" and sys.version_info >= (3, 11)) for name, op in dis.opmap.items() if name in _OF_SPACE
+}
+"""Their numbers, and by how many bits the index of the name is shifted."""
 _SILENT = frozenset({"CACHE", "PUSH_NULL", "PRECALL", "EXTENDED_ARG", "NOP", "RESUME"})
 
 
@@ -47,7 +52,12 @@ def loads_in(code: CodeType) -> Mapping[int, Load]:
 @of_code
 def globals_of(code: CodeType) -> frozenset[str]:
     """The global variables that code loads, sets or deletes."""
-    return frozenset(str(i.argval) for i in dis.get_instructions(code) if i.opname in _OF_SPACE)
+    found, more = set[int](), 0
+    for op, arg in zip(code.co_code[::2], code.co_code[1::2], strict=True):  # (`dis` takes ten times as long)
+        if op in _OPS_OF_SPACE:
+            found.add((more | arg) >> _OPS_OF_SPACE[op])
+        more = (more | arg) << 8 if op == dis.EXTENDED_ARG else 0
+    return frozenset(code.co_names[i] for i in found)
 
 
 def _kind(opname: str) -> str:

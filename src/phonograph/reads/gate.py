@@ -25,19 +25,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import CodeType, FrameType, FunctionType, MethodWrapperType, ModuleType, WrapperDescriptorType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Thing
 from .._torch.dynamo import not_compiled_by_itself, tells_of_compilation
+from ..python import read_gate
 from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_ours
-from ..python.read_gate import DOORS_FILE, gates
+from ..python.read_gate import DOORS_FILE, behind_gate, gates, where_heard
 from ..python.standing import ended, fresh_in_children, standing
 from .place import in_class, mro_of, vars_of
 
-__all__ = ["ALL", "DOORS", "PAST", "Gate", "Hearing", "gate"]
+__all__ = ["ALL", "DOORS", "PAST", "Gate", "Hearing", "before_doors", "gate"]
 
 ALL = frozenset({"__dict__", "__dir__", "__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__"})
 """Names of attributes by which all attributes of an object are got at."""
@@ -47,8 +48,8 @@ _MOST = 300 if sys.version_info >= (3, 13) else sys.maxsize
 _opened = dict[int, int]()  # by identity, how often (at worst it counts for a class that has gone)
 _only_one = fresh_in_children(threading.Lock())
 DOORS = ("__getattribute__", "__setattr__", "__delattr__")
-_INSIDE = (DOORS_FILE, __file__)
-_getframe = sys._getframe
+_INSIDE = (DOORS_FILE, __file__, read_gate.__file__)
+_getframe, _here = sys._getframe, threading.get_ident  # (nobody is asked for these: modules have doors)
 
 
 class Hearing(Protocol):
@@ -70,6 +71,16 @@ class Hearing(Protocol):
         """From now on, it is told of nothing: a compiler has begun to work, and must not meet the doors."""
 
 
+class _Put(NamedTuple):
+    """A door in a class, and what stood there: perhaps a gate of others, with this member behind it."""
+
+    kind: type
+    name: str
+    stood: object
+    member: object
+    door: object
+
+
 class Gate:
     """The doors of one call, on the thread that makes it."""
 
@@ -80,12 +91,15 @@ class Gate:
         self._known = known
         self._thread, self.closed = threading.get_ident(), True
         """Nobody is told while it is closed."""
+        self._aside: Callable[[], bool] = bool
         self._hears_starts = hears_starts
         self._profile: Thing = None
         self._stands = False
-        self._kinds: dict[int, tuple[type, list[tuple[str, object, object]]]] = {}  # by identity: classes may say what is equal
+        self._kinds: dict[int, tuple[type, list[_Put]]] = {}  # by identity: classes may say what is equal
         self._modules = list[tuple[ModuleType, type]]()
         self._module_kind: Thing = None
+        self.deaf = dict[int, CodeType]()
+        """Code, by identity, of which nobody need be told what it reads of modules, but for how they are imported."""
         self._codes = set[int]()
         self._kept = list[CodeType]()
 
@@ -100,19 +114,22 @@ class Gate:
             return False
         if not self._stands:
             return True  # it would be heard
-        put = list[tuple[str, object, object]]()
+        put = list[_Put]()
         self._kinds[key] = kind, put
         for name, door in zip(DOORS, (self._reading, self._setting, self._deleting), strict=True):
-            stands = in_class(kind, name)
+            at: type = kind
+            if name == DOORS[0] and type(behind_gate(in_class(kind, name))) is FunctionType:
+                at = where_heard(kind) or kind
+            stands = in_class(at, name)
             if not _is_door(stands):  # (it has that of a class that it derives from)
-                self._put(kind, name, door(stands), put)
+                self._put(at, name, door(stands), put)
         _opened[key] = _opened.get(key, 0) + 1
         return True
 
     @staticmethod
-    def _put(kind: type, name: str, door: object, put: list[tuple[str, object, object]]) -> None:
+    def _put(kind: type, name: str, door: object, put: list[_Put]) -> None:
         stood = vars_of(kind).get(name, MISSING)
-        put.append((name, stood, door))
+        put.append(_Put(kind, name, stood, behind_gate(stood), door))
         gates[door] = stood
         type.__setattr__(kind, name, door)
 
@@ -135,16 +152,23 @@ class Gate:
         def get(module: object, name: str) -> object:
             return ModuleType if name == "__class__" else ModuleType.__getattribute__(module, name)
 
-        space = {"__getattribute__": self._reading(_as_door(get)), "__setattr__": self._setting(ModuleType.__setattr__),
+        plain, deaf = _as_door(get), self.deaf
+        heard = self._reading(plain)
+
+        def __getattribute__(module: object, name: str) -> object:  # noqa: N807 - it stands there as that
+            asks = _getframe().f_back  # none where a thread of C's or C++'s does, as autograd's of a GPU
+            is_deaf = asks is not None and identity(asks.f_code) in deaf and name != "__spec__"
+            return plain(module, name) if is_deaf else heard(module, name)
+
+        space = {"__getattribute__": _as_door(__getattribute__), "__setattr__": self._setting(ModuleType.__setattr__),
                  "__delattr__": self._deleting(ModuleType.__delattr__), "__slots__": (), "__module__": "builtins"}  # fmt: skip
         return type("module", (ModuleType,), space)
 
     def _reading(self, get: Thing) -> Thing:
-        known, here, ident = self._known, self._thread, threading.get_ident
-        of_autograd, told = on_thread_of_autograds, self._telling
+        known, is_heard, told = self._known, self._is_of_the_call, self._telling
 
         def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
-            if (identity(thing), name) not in known and not self.closed and (ident() == here or of_autograd()):
+            if (identity(thing), name) not in known and not self.closed and is_heard():
                 told(self._hearing.has_read, thing, name, _reader())
             return get(thing, name)
 
@@ -165,7 +189,7 @@ class Gate:
         return _as_door(__delattr__)
 
     def _is_of_the_call(self) -> bool:
-        return threading.get_ident() == self._thread or on_thread_of_autograds()
+        return _here() == self._thread or on_thread_of_autograds()
 
     def _written(self, thing: object, name: str) -> None:
         if not self.closed and self._is_of_the_call():
@@ -178,7 +202,8 @@ class Gate:
         if pauses:
             sys.setprofile(None)
         try:
-            tell(*what)
+            if not self._aside():
+                tell(*what)
         finally:
             self.closed = not self._stands
             if pauses:
@@ -195,9 +220,10 @@ class Gate:
         if self._stands and not HEARS_STARTS and identity(frame.f_code) not in self._codes:
             self._starts(frame.f_code, frame)
 
-    def profiled_by(self, profile: object) -> None:
-        """This function tells of starts. It pauses while somebody is told of what was read."""
-        self._profile = profile
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        """This function tells of starts. It pauses while somebody is told of what was read. What runs is not the call's while
+        it is `aside`: while the garbage collector works, say."""
+        self._profile, self._aside = profile, aside
 
     def _starts(self, code: CodeType, frame: FrameType) -> bool:
         """Whether that is to be heard again."""
@@ -205,7 +231,7 @@ class Gate:
             return False
         self.closed = True
         try:
-            again: bool = self._hearing.starts(code, frame)
+            again: bool = self._aside() or self._hearing.starts(code, frame)
         finally:
             self.closed = not self._stands
         if not again:
@@ -319,6 +345,8 @@ class Gate:
     def forget(self) -> None:
         """Who has listened. (The class that modules had leads here, and goes late.)"""
         self._hearing = self._profile = None
+        self._aside = bool
+        self.deaf.clear()
 
     def _close(self) -> None:
         """Take the doors out; may be called again."""
@@ -328,9 +356,9 @@ class Gate:
             if type(module) is self._module_kind:
                 object.__setattr__(module, "__class__", kind)
             self._modules.pop()
-        for kind, put in reversed(self._kinds.values()):
+        for _, put in reversed(self._kinds.values()):
             while put:
-                _take_out(kind, *put[-1])
+                _take_out(put[-1])
                 put.pop()
         self._kinds.clear()
 
@@ -370,6 +398,8 @@ _flags_of: Callable[[type], int] = type.__dict__["__flags__"].__get__
 def _may_open(kind: type) -> bool:
     if not _flags_of(kind) & _HEAP_TYPE or _flags_of(kind) & _IMMUTABLE or type in mro_of(kind):
         return False
+    if vars_of(kind).get("_is_protocol") is True:  # what it has, objects are asked for
+        return False
     of_meta = [vars_of(base).get("__setattr__", type.__setattr__) for base in mro_of(type(kind)) if base is not object]
     if any(
         sets is not type.__setattr__ and type(sets) is not FunctionType for sets in of_meta
@@ -386,21 +416,25 @@ def _as_door(function: Thing) -> Thing:
 
 def _reader() -> FrameType | None:
     """The frame of the code that has come to a door, perhaps through others."""
-    frame = _getframe(1)
-    at: FrameType | None = frame
-    while at is not None and at.f_code.co_filename in _INSIDE:
-        at = at.f_back
-    return at
+    return before_doors(_getframe(1))
+
+
+def before_doors(frame: FrameType | None) -> FrameType | None:
+    """This frame, or the one of the code that has come to the door which this is."""
+    while frame is not None and frame.f_code.co_filename in _INSIDE:
+        frame = frame.f_back
+    return frame
 
 
 def _is_door(member: object) -> bool:
     return type(member) is FunctionType and member.__code__.co_filename == DOORS_FILE
 
 
-def _take_out(kind: type, name: str, stood: object, door: object) -> None:
-    if vars_of(kind).get(name) is door:
+def _take_out(put: _Put) -> None:
+    if vars_of(put.kind).get(put.name) is put.door:
+        stood = put.stood if put.stood is put.member or put.stood in gates else put.member  # (that gate has been taken out)
         if stood is MISSING:
-            type.__delattr__(kind, name)
+            type.__delattr__(put.kind, put.name)
         else:
-            type.__setattr__(kind, name, stood)
-    gates.pop(door, None)  # late: other threads may look at the class
+            type.__setattr__(put.kind, put.name, stood)
+    gates.pop(put.door, None)  # late: other threads may look at the class

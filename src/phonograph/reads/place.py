@@ -26,16 +26,43 @@ from ..python.dict_versions import of_class
 from ..python.identity import identity
 from ..python.introspection import MISSING, contents, dictionary_of, own_dict
 
-__all__ = ["CONSTANTS", "Place", "Read", "alike", "all_of_space", "attribute", "cell", "code_of", "constants_of", "held",
-           "imported", "in_class", "is_constant", "item_of", "klass", "layer", "member", "module_of", "mro_of",
-           "of_class_alone", "optimizer", "registered", "slot", "tables", "tensor", "variable", "vars_of",
-           "what_stays"]  # fmt: skip
+__all__ = [
+    "CONSTANTS",
+    "UNREAD",
+    "Place",
+    "Read",
+    "alike",
+    "all_of_space",
+    "attribute",
+    "cell",
+    "code_of",
+    "held",
+    "imported",
+    "in_class",
+    "is_constant",
+    "item_of",
+    "klass",
+    "layer",
+    "member",
+    "module_of",
+    "mro_of",
+    "of_class_alone",
+    "optimizer",
+    "registered",
+    "slot",
+    "subclasses",
+    "tables",
+    "tensor",
+    "variable",
+    "vars_of",
+    "what_stays",
+]  # fmt: skip
 
 CONSTANTS = frozenset([int, float, str, bytes, bool, type(None), complex, range, type(...), torch.dtype, torch.device,
                        torch.Size, torch.layout, torch.memory_format])  # fmt: skip
-# What a class has that is not read of it as a value, or that changes by itself.
-_OWN = frozenset(["__dict__", "__weakref__", "__doc__", "__getattribute__", "__setattr__", "__delattr__", "__slotnames__",
+UNREAD = frozenset(["__dict__", "__weakref__", "__doc__", "__getattribute__", "__setattr__", "__delattr__", "__slotnames__",
                   "_abc_impl", "__abstractmethods__", "__firstlineno__", "__static_attributes__"])  # fmt: skip
+"""What a class has that is not read of it as a value, or that changes by itself."""
 module_of: Callable[[type], object] = type.__dict__["__module__"].__get__
 vars_of: Callable[[type], Thing] = type.__dict__["__dict__"].__get__
 _mro_of: Callable[[type], tuple[type, ...] | None] = type.__dict__["__mro__"].__get__
@@ -345,17 +372,16 @@ def code_of(function: FunctionType, path: str) -> Place:
 
 
 def klass(kind: type, path: str, *, whole: bool) -> Place:
-    """What a class has itself, its bases, and which classes derive from it; if not the `whole`, only what may be called."""
+    """What a class has itself, and its bases; if not the `whole`, only what may be called."""
 
     def get() -> Reading:
-        own = ((n, v) for n, v in vars_of(kind).items() if n not in _OWN)
+        own = ((n, v) for n, v in vars_of(kind).items() if n not in UNREAD)
         found = [x for n, v in own if whole or type(v) not in CONSTANTS for x in (n, v)]
-        below = (*map(identity, type.__subclasses__(kind)),) if whole else ()
-        return kind.__bases__, kind.__name__ if whole else "", below, *found
+        return kind.__bases__, kind.__name__ if whole else "", *found
 
     def put(then: Reading) -> None:
-        before, now = dict(zip(then[3::2], then[4::2], strict=True)), get()
-        for name in {*now[3::2]} - before.keys():
+        before, now = dict(zip(then[2::2], then[3::2], strict=True)), get()
+        for name in {*now[2::2]} - before.keys():
             type.__delattr__(kind, name)
         for name, value in before.items():
             if vars_of(kind).get(name, MISSING) is not value:
@@ -364,18 +390,9 @@ def klass(kind: type, path: str, *, whole: bool) -> Place:
     return Place(kind, "<class>" if whole else "methods", path, get, put)
 
 
-def constants_of(kind: type, path: str) -> Place:
-    """The plain values that a class has itself."""
-
-    def get() -> Reading:
-        return tuple(x for n, v in vars_of(kind).items() if n not in _OWN and type(v) in CONSTANTS for x in (n, v))
-
-    def put(then: Reading) -> None:
-        for name, value in zip(then[::2], then[1::2], strict=True):
-            if vars_of(kind).get(name, MISSING) is not value:
-                type.__setattr__(kind, name, value)
-
-    return Place(kind, "<constants>", path, get, put)
+def subclasses(kind: type, path: str) -> Place:
+    """The classes that derive from one."""
+    return Place(kind, "<subclasses>", f"{path}.__subclasses__()", lambda: (*type.__subclasses__(kind),))
 
 
 # -- modules

@@ -13,11 +13,13 @@ no place leads to is referred to weakly; if it is there after the call, the call
 from __future__ import annotations
 
 import builtins
+import dis
 import sys
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
 from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
 from typing import NamedTuple
@@ -25,41 +27,49 @@ from typing import NamedTuple
 import torch
 
 from .._torch.dynamic import Reading, Table, Thing
+from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
-from ..python.bytecode import has_instruction, used_in
+from ..python.bytecode import asks_its_base, has_instruction, matches, used_in
 from ..python.identity import identity
-from ..python.introspection import MISSING, functions_with, own_dict
+from ..python.introspection import MISSING, functions_of, functions_with, own_dict
+from ..python.read_gate import behind_gate
 from ..python.variable_loads import globals_of
 from . import values
-from .gate import ALL, DOORS, PAST, Gate
+from .gate import ALL, DOORS, PAST, Gate, before_doors
 from .place import (
     CONSTANTS,
+    UNREAD,
     Place,
     Read,
     alike,
     all_of_space,
     attribute,
     cell,
-    constants_of,
     imported,
+    in_class,
     klass,
     member,
+    module_of,
     mro_of,
     of_class_alone,
     registered,
+    subclasses,
     tensor,
     variable,
     vars_of,
     what_stays,
 )
-from .whose import OURS, STDLIB, TORCH, USER, is_apart, is_worth_hearing, name_of, whose, whose_class, whose_module
+from .whose import OURS, PACKAGE, STDLIB, TORCH, USER, is_apart, name_of, whose, whose_class, whose_module, worth_hearing
 
 __all__ = ["ReadSet"]
 
 _REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
 _CELLS = frozenset({"__closure__", "cell_contents"})
+_UNCHANGING = CONSTANTS | {OpOverload, OpOverloadPacket}  # objects that nobody changes
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
 _IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
+_ASKS = frozenset({"isinstance", "issubclass", "get_cache_token"})
+_IMPORTS_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -71,6 +81,14 @@ class _Stray(NamedTuple):
     made: bool
 
 
+class Members(NamedTuple):
+    """What a class had itself when it was first met, and the names by which that counts; None for all that code names."""
+
+    kind: Thing
+    before: dict[str, object]
+    names: set[str] | None
+
+
 class ReadSet:
     """The table of one call. `note` it, and then ask what has `changed`."""
 
@@ -78,6 +96,8 @@ class ReadSet:
         """What is `apart` somebody else looks after, with all that it holds, and all tensors: of that only its classes count
         here, and what is reached through it. Somebody else may tell of starts (see `Gate`)."""
         self._apart = {identity(thing): thing for thing in apart}
+        self.stand_ins = set[int]()
+        """The identities of objects that stand in for others during the call: what holds for what is apart holds for them."""
         self._hears_starts = hears_starts
         self.reads: dict[tuple[int, object], Read | None] = {}
         self.refused = list[str]()
@@ -92,7 +112,12 @@ class ReadSet:
         """Attributes that the user's code has set, by the identities of what has them and their names."""
         self.users_names = set[str]()
         """Names and texts in the user's code that has run."""
-        self._names = set[str]()  # in that of packages as well
+        self.names = set[str]()
+        """Those in that of packages as well, and names that were worked out."""
+        self.classes = dict[int, Members]()
+        """Classes, by identity, where somebody else looks after others."""
+        self._torchs = dict[int, list[set[str]]]()  # by class, the names that count of torch's classes from which it derives
+        self._unnamed: defaultdict[str, list[object]] = defaultdict(list)  # what classes have by names that no code has named
         self._silent = dict[type, None]()  # classes of which all is read, and that are not held whole
         self._whole = False
         self._replaced = list[object]()
@@ -102,6 +127,10 @@ class ReadSet:
         self._ways = set[str]()  # of reflection, that code names
         self._functions: defaultdict[int, list[FunctionType]] = defaultdict(list)
         self._started, self._within = set[int](), set[int]()  # code that has run, and code of functions made by it
+        self._abstract = False  # whether an abstract class was read
+        self._asks_kinds = False  # whether code, and not for us or for torch, may ask of which class something is
+        self._entered = set[int]()  # global variables, of which the classes are heard
+        self._bodies = set[tuple[object, str]]()  # of classes, that have run: in which module, and by which name
         self._work, self._works = deque[tuple[object, str]](), False
         self._gate: Gate
 
@@ -131,19 +160,20 @@ class ReadSet:
         """A function starts, as somebody else has heard."""
         self._gate.started(frame)
 
-    def profiled_by(self, profile: object) -> None:
-        """This function tells of starts."""
-        self._gate.profiled_by(profile)
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        """This function tells of starts. What runs is not the call's while it is `aside`."""
+        self._gate.goes_with(profile, aside)
 
     def _begin(self, roots: tuple[object, ...]) -> None:
-        for module in [*sys.modules.values()]:
-            if type(module) is ModuleType and is_worth_hearing(module):
-                self._gate.opens_module(module)
+        for module in worth_hearing():
+            self._gate.opens_module(module)
         for thing in self._apart.values():
             if type(thing) is FunctionType:
                 self._functions[identity(thing.__code__)].append(thing)
         for kind in {*map(type, self._apart.values())}:
             self._class(kind, whole=False)
+            if torch.nn.Module in mro_of(kind):
+                self._of_class(kind, "forward")
         for root in roots:
             self.value(root, name_of(root))
 
@@ -205,6 +235,8 @@ class ReadSet:
                 for name in stray.names:
                     self._of_object(thing, name)
         self._named_of_classes()
+        if self._abstract and self._asks_kinds:
+            self.note(registered())
         for key, read in [*self.reads.items()]:
             if read is not None:
                 self._left(key, read, read.place.get())
@@ -215,9 +247,9 @@ class ReadSet:
         """Of classes of torch's and of Python's own, of which much may change and does not count, the plain values that code
         names."""
         for kind in self._silent:
-            for name in self._names & vars_of(kind).keys():
+            for name in self.names & vars_of(kind).keys():
                 if type(vars_of(kind)[name]) in CONSTANTS and not name.startswith("__"):
-                    self.note(of_class_alone(kind, name, f"{kind.__qualname__}.{name}"))
+                    self._of_class(kind, name)
 
     def _left(self, key: tuple[int, object], read: Read, now: Reading) -> None:
         """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
@@ -229,7 +261,7 @@ class ReadSet:
             self.reads[key] = read._replace(value=(), relied=False)
             if read.relied:
                 self._hold_what_stays(key, read, now)
-        elif not read.relied and key[1] != "<constants>":
+        elif not read.relied:
             self.reads[key] = read._replace(relied=True)
 
     def _hold_what_stays(self, key: tuple[int, object], read: Read, now: Reading) -> None:
@@ -241,8 +273,8 @@ class ReadSet:
                 self.reads.setdefault((identity(one.place.of), one.place.name), one)
         elif key[1] in ("<class>", "<methods>"):
             kind: Thing = read.place.of
-            for name, value in zip(now[3::2], now[4::2], strict=True):
-                if any(value is v for n, v in zip(read.value[3::2], read.value[4::2], strict=True) if n == name):
+            for name, value in zip(now[2::2], now[3::2], strict=True):
+                if any(value is v for n, v in zip(read.value[2::2], read.value[3::2], strict=True) if n == name):
                     self.note(of_class_alone(kind, name, f"{read.place.path}.{name}"))
 
     def _forget_what_was_replaced(self) -> None:
@@ -297,20 +329,67 @@ class ReadSet:
         self._class(kind, whole=False)
 
     def _class(self, kind: type, *, whole: bool) -> None:
-        self._open(kind)
+        if whole:
+            self._open_if_made(kind)
+        else:
+            self._open(kind)
         for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
             if whose_class(base) in (TORCH, STDLIB, OURS):
                 self._silent.update({base: None} if whole else {})
-                continue
-            self.note(klass(base, base.__qualname__, whole=whole))
-            if self._apart and not whole:
-                self.note(constants_of(base, base.__qualname__), relied=False)
-        if whole and "_abc_impl" in vars_of(kind):
-            self.note(registered())
+            elif self._apart:
+                self._members(base)
+            else:
+                self.note(klass(base, base.__qualname__, whole=whole))
+        self._abstract = self._abstract or (whole and "_abc_impl" in vars_of(kind))
         if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
-            kinds: list[type] = type.__subclasses__(kind)
-            self._work.extend((below, below.__qualname__) for below in kinds)
-            self._drain()
+            self.note(subclasses(kind, kind.__qualname__))
+
+    def _members(self, kind: Thing, *, few: bool = False) -> Members:
+        """A class, of which counts what code names; or of which only a `few` names count."""
+        key = identity(kind)
+        known = self.classes.get(key)
+        if known is None:
+            own = {} if few else {n: v for n, v in vars_of(kind).items() if n not in UNREAD}
+            known = self.classes[key] = Members(kind, own, set() if few else None)
+            self._kept.append(kind)
+            for n, v in own.items():
+                if type(v) in CONSTANTS:
+                    continue
+                if n in self.names:
+                    self._work.append((v, f"{kind.__qualname__}.{n}"))
+                else:
+                    self._unnamed[n].append(v)
+        return known
+
+    def _of_class(self, kind: Thing, name: str) -> None:
+        """This is read of objects of a class, or of it itself."""
+        if not self._apart:
+            self.note(of_class_alone(kind, name, f"{kind.__qualname__}.{name}"))
+            return
+        key = identity(kind)
+        if key not in self._torchs:
+            bases = [(base, whose_class(base)) for base in mro_of(kind)]
+            self._torchs[key] = [
+                names for base, by in bases if by == TORCH and (names := self._members(base, few=True).names) is not None
+            ]
+            for base, by in bases:
+                if by in (USER, PACKAGE):
+                    self._members(base)
+        for names in self._torchs[key]:
+            names.add(name)
+        self._named({name})
+
+    def _named(self, names: Set[str]) -> None:
+        """Code names these."""
+        self.names |= names
+        for name in names & self._unnamed.keys():
+            self._work.extend((v, name) for v in self._unnamed.pop(name))
+        self._drain()
+
+    def _open_if_made(self, kind: type) -> None:
+        """Hear of objects of a class of which none was met, unless the call may be making it: who makes it asks what it has."""
+        if (module_of(kind), kind.__name__) not in self._bodies:
+            self._open(kind)
 
     def _function(self, f: FunctionType, path: str) -> None:
         if is_marked(f):
@@ -318,7 +397,7 @@ class ReadSet:
         key = identity(f.__code__)
         if f not in self._functions[key]:
             self._functions[key].append(f)
-        if whose(f.__code__.co_filename) not in (TORCH, STDLIB, OURS):
+        if whose(f.__code__.co_filename) not in (TORCH, STDLIB, OURS) and (key in self._started or not self._apart):
             self.note(values.code_of(f, f.__qualname__))
         if key in self._started or not self._ways.isdisjoint(_CELLS):
             self._variables(f)
@@ -351,12 +430,16 @@ class ReadSet:
     def has_read(self, thing: Thing, name: str, frame: FrameType | None) -> None:
         by, kind = USER if frame is None else whose(frame.f_code.co_filename), type(thing)
         of_module = ModuleType in mro_of(kind)
-        if name == "__class__" or by == OURS:
+        if of_module and by in (TORCH, OURS) and frame is not None:
+            self._gate.deaf[identity(frame.f_code)] = frame.f_code
+        if name == "__class__" or OURS in (by, _for_whom(frame)):
             return
         if of_module:
             self._of_module(thing, name, by)
         elif not (by == TORCH and name == "__dict__") and (by not in (TORCH, STDLIB) or not is_apart(kind)):
             self._of_object(thing, name)
+        elif identity(thing) in self._apart and in_class(kind, name) is MISSING:
+            self._of_apart(thing, name)  # of its class there is nothing that others could read
 
     def _of_module(self, module: Thing, name: str, by: str) -> None:
         space = own_dict(module) or {}
@@ -378,9 +461,12 @@ class ReadSet:
             self._kept.append(thing)
 
     def _of_object(self, thing: Thing, name: str, *, relied: bool = True) -> None:
+        """An attribute is read, or written if it is not relied on."""
         key = identity(thing)
-        if key in self._apart:
+        if key in self._apart or key in self.stand_ins:
             self._of_apart(thing, name)
+            return
+        if values.is_held_in_bulk(type(thing)):
             return
         if key not in self._paths:
             self._stray(thing, name)
@@ -388,6 +474,8 @@ class ReadSet:
         if name in ALL or self._whole:
             self.value(own_dict(thing), self._paths[key])
         if name not in DOORS:
+            if self._apart:
+                self._of_class(type(thing), name)
             self.note(attribute(thing, name, f"{self._paths[key]}.{name}"), relied=relied)
 
     def _of_apart(self, thing: Thing, name: str) -> None:
@@ -396,9 +484,11 @@ class ReadSet:
         kind = type(thing)
         owner = next((base for base in mro_of(kind) if name in vars_of(base)), None)
         if owner is not None and name not in DOORS and whose_class(owner) not in (USER, STDLIB, OURS):
-            self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
+            self._of_class(kind, name)
         value = dict.get(own_dict(thing) or {}, name, MISSING)
-        if type(value) not in values.PURE | CONSTANTS and identity(value) not in self._paths:  # (those are the call's own)
+        stray = self._strays.get(identity(value))
+        own = type(value) in values.PURE | CONSTANTS or (stray is not None and stray.made)
+        if not own and identity(value) not in self._paths:
             self.value(value, f"{kind.__name__}.{name}")
 
     def _stray(self, thing: Thing, name: str) -> None:
@@ -406,7 +496,7 @@ class ReadSet:
         key, kind = identity(thing), type(thing)
         found = dict.get(own_dict(thing) or {}, name, MISSING)
         if found is MISSING and whose_class(kind) not in (TORCH, STDLIB, OURS) and name not in DOORS:
-            self.note(of_class_alone(kind, name, f"{kind.__name__}.{name}"))
+            self._of_class(kind, name)
         self._open(type(found))
         if (stray := self._met(thing, key, made=False)) is not None:
             stray.names.add(name)
@@ -418,14 +508,15 @@ class ReadSet:
 
     def _open(self, kind: type) -> bool:
         """Whether what is read of objects of this class is heard from now on. (Of what is held in bulk nothing need be.)"""
-        apart = kind in CONSTANTS or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
+        apart = kind in _UNCHANGING or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
         return not apart and self._gate.opens(kind)
 
     def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
         key = identity(thing)
         if frame is not None and whose(frame.f_code.co_filename) == USER:
             self.set_by_users.add((key, name))
-        if ModuleType in mro_of(type(thing)) and (space := own_dict(thing)) is not None:
+        by_import = frame is not None and whose(frame.f_code.co_filename) == STDLIB
+        if ModuleType in mro_of(type(thing)) and not by_import and (space := own_dict(thing)) is not None:
             self.note(variable(space, name, name), relied=False)  # as the module's own functions read it
         if key not in self._paths:
             self._met(thing, key, made=not own_dict(thing))  # what has no attributes yet is being made
@@ -446,40 +537,50 @@ class ReadSet:
 
     def starts(self, code: CodeType, frame: FrameType) -> bool:
         by = whose(code.co_filename)
+        if not code.co_flags & CO_OPTIMIZED:
+            self._bodies.add((frame.f_globals.get("__name__"), code.co_name))
         if code.co_name in _IMPORTS and by == STDLIB:
             self._imports(frame)
             return True
-        if by in (TORCH, OURS):
+        if by in (TORCH, OURS) or str(frame.f_globals.get("__name__")).startswith("namedtuple_"):
             return False
         self._started.add(identity(code))
         self._kept.append(code)
-        for f in self._run_by(code, by):
+        for f in self._run_by(code, by, frame):
             self._function(f, f.__qualname__)
             self._variables(f)
         if by != STDLIB:
             self._absent(code)
             self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
             self._space(code, frame.f_globals)
+        ours = by == STDLIB and _for_whom(frame) in (TORCH, OURS)
+        self._asks_kinds = self._asks_kinds or not (ours or _ASKS.isdisjoint(code.co_names))
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            self._argument(frame.f_locals.get(name))
+            self._argument(frame.f_locals.get(name), ours=ours)
         return False
 
-    def _run_by(self, code: CodeType, by: str) -> list[FunctionType]:
-        """The functions that run this code, and were there before."""
+    def _run_by(self, code: CodeType, by: str, frame: FrameType) -> list[FunctionType]:
+        """The functions that run this code, and were there before. (To look for them everywhere takes long.)"""
         known = [f for f in self._functions.get(identity(code), ()) if f.__code__ is code]
+        if not known and "__class__" in code.co_freevars and by != STDLIB:
+            known = _methods(frame.f_locals.get("__class__"), code)
         if known or by == STDLIB or not code.co_freevars or identity(code) in self._within:
             return known
         return functions_with(code)
 
-    def _argument(self, value: Thing) -> None:
-        if type in mro_of(type(value)):
-            self.value(value, value.__qualname__)
-        else:
+    def _argument(self, value: Thing, *, ours: bool) -> None:
+        """A function is called with this, perhaps one of Python's own by torch or by us. (It is heard the first time only.)"""
+        if type not in mro_of(type(value)):
             self._open(type(value))
+            return
+        before = self._abstract
+        self.value(value, value.__qualname__)
+        if ours:
+            self._abstract = before
 
     def _absent(self, code: CodeType) -> None:
         """Modules that code imports, and that are not there: no door hears of those. What imports may be another as well."""
-        if not has_instruction(code, "IMPORT_NAME"):
+        if _IMPORTS_NAME not in code.co_code[::2] or not has_instruction(code, "IMPORT_NAME"):
             return
         self.note(variable(vars(builtins), "__import__", "__import__"))
         for level, name, _ in used_in(code).imports:
@@ -507,9 +608,10 @@ class ReadSet:
     def _space(self, code: CodeType, space: Table) -> None:
         self._globals(code, space)
         named = {*code.co_names, *(c for c in code.co_consts if type(c) is str)}
-        self._names |= named
+        self._named(named)
+        self._asks_kinds = self._asks_kinds or matches(code)
         self.users_names |= named if whose(code.co_filename) == USER else set()
-        if not named.isdisjoint(PAST):
+        if not named.isdisjoint(PAST) and not (code.co_name == "__getattribute__" and asks_its_base(code)):
             self._hold_whole()
         if not named.isdisjoint(_REFLECTS):
             self.note(all_of_space(space, "globals()"))
@@ -517,11 +619,13 @@ class ReadSet:
         for name in code.co_names:
             if name.partition(".")[0] in sys.modules:
                 self._may_import(name)
-        if code.co_name == "<module>":
+        if code.co_name == "<module>" or identity(space) in self._entered:
             return
+        self._entered.add(identity(space))
+        self._kept.append(space)
         for value in [*space.values()]:
             if type in mro_of(type(value)) and vars_of(value).get("__module__") == space.get("__name__"):
-                self._open(value)
+                self._open_if_made(value)
 
     def _may_import(self, name: str) -> None:
         """Hear what is read of the modules of this name, though they are torch's or Python's own."""
@@ -541,6 +645,26 @@ class ReadSet:
         for thing in kept:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
+
+
+def _methods(kind: Thing, code: CodeType) -> list[FunctionType]:
+    """The methods of a class that run this code."""
+    found = (
+        (f for member in vars_of(kind).values() for f in functions_of(behind_gate(member)))
+        if type in mro_of(type(kind))
+        else ()
+    )
+    return [f for f in found if type(f) is FunctionType and f.__code__ is code]
+
+
+def _for_whom(frame: FrameType | None) -> str:
+    """Whose code it is that runs in a frame, or has called Python's own that does."""
+    while frame is not None and (by := whose(frame.f_code.co_filename)) in (STDLIB, OURS):
+        before = before_doors(frame)
+        if by == OURS and before is frame:
+            return OURS
+        frame = frame.f_back if before is frame else before
+    return USER if frame is None else whose(frame.f_code.co_filename)
 
 
 def _shown(value: tuple[object, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType, MethodType, ModuleType
@@ -15,16 +16,17 @@ import torch.utils.data
 
 from .._torch.dynamic import Thing
 from ..python import origin
+from ..python.dict_versions import Versions, tell
 from .place import module_of, mro_of
 
-__all__ = ["OURS", "PACKAGE", "STDLIB", "TORCH", "USER", "is_apart", "is_worth_hearing", "name_of", "whose", "whose_class",
-           "whose_module"]  # fmt: skip
+__all__ = ["OURS", "PACKAGE", "STDLIB", "TORCH", "USER", "is_apart", "name_of", "whose", "whose_class", "whose_module",
+           "worth_hearing"]  # fmt: skip
 
 USER, PACKAGE, STDLIB, TORCH, OURS = "user", "package", "stdlib", "torch", "ours"
 # Classes of the standard library whose own work with their objects is not a read of a program's values.
 _APART = frozenset({"builtins", "_frozen_importlib", "_frozen_importlib_external", "importlib", "abc", "_abc", "typing", "io",
-                    "_io", "re", "logging", "weakref", "_weakref", "contextlib", "enum", "inspect", "ast", "dis", "asyncio",
-                    "threading", "_thread", "torch", "phonograph", "numpy", "sys"})  # fmt: skip
+                    "_io", "re", "logging", "weakref", "_weakref", "contextlib", "dataclasses", "enum", "inspect", "ast", "dis",
+                    "asyncio", "threading", "_thread", "torch", "phonograph", "numpy", "sys"})  # fmt: skip
 _OF_TORCH = (torch.optim.Optimizer, torch.autograd.Function, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler,
              torch.distributions.Distribution, torch.distributions.Transform, torch.utils.data.Dataset)  # fmt: skip
 _LIBRARY = {sysconfig.get_paths()[k] + os.sep for k in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__) + os.sep}
@@ -60,8 +62,22 @@ def whose_module(module: ModuleType) -> str:
 _heard = dict[str, bool]()  # by file: whether it is nobody's of those that are let alone, which does not change
 
 
-def is_worth_hearing(module: ModuleType) -> bool:
-    """Whether a module is the user's or a package's: of others only those are heard that code comes to."""
+_modules = list["weakref.ref[ModuleType]"]()
+_loaded: Thing = sys.modules
+_versions = Versions([_loaded], [])
+
+
+def worth_hearing() -> list[ModuleType]:
+    """The modules that are the user's or a package's: of others only those are heard that code comes to. (There may be
+    thousands, which are looked through again where some have come or gone.)"""
+    if not tell([_loaded]) or _versions.moved():
+        found = [module for module in [*sys.modules.values()] if type(module) is ModuleType and _is_worth_hearing(module)]
+        _modules[:] = map(weakref.ref, found)
+        _versions.keep()
+    return [module for ref in _modules if (module := ref()) is not None]
+
+
+def _is_worth_hearing(module: ModuleType) -> bool:
     file = _space_of(module).get("__file__")
     if type(file) is not str:
         return whose_module(module) == USER

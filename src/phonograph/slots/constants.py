@@ -158,7 +158,7 @@ class Constants(Entries, Column):
         if self._moved_places:
             self._sort()
         if self._told and (moved := self._told_by.moved()):
-            for entry in (entry for i in moved for entry in self._told[i]):
+            for entry in {identity(entry): entry for i in moved for entry in self._told[i]}.values():
                 if not self.unchanged(entry):
                     return which(entry)
             self._told_by.keep()

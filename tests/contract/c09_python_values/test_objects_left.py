@@ -239,21 +239,28 @@ DONE_TO_IT = {
 }
 
 
+class Keeping:
+    """Somebody's object, that keeps a state."""
+
+
+@pytest.mark.parametrize("kind", [None, Keeping], ids=["in a layer", "in an object"])
 @pytest.mark.parametrize("does", DONE_TO_IT.values(), ids=DONE_TO_IT)
-def test_c03_what_is_done_to_the_object_of_the_call_before(device, does):
+def test_c03_what_is_done_to_the_object_of_the_call_before(device, does, kind):
     """It is done to the one that stands there in this call, which the caller may have kept."""
 
     def made():
         net = nn.Linear(4, 4).to(device)
         nn.init.eye_(net.weight)
-        net.state, net.bias = None, None
+        net.bias = None
+        keeps = net if kind is None else kind()
+        keeps.state = None
 
         def step(x):
-            before, net.state = net.state, State(net(x))
-            net.state.calls = 0
+            before, keeps.state = keeps.state, State(net(x))
+            keeps.state.calls = 0
             return x.sum(), None if before is None else does(before, x)
 
-        return net, step
+        return keeps, step
 
     (ours, step), (live, plain) = made(), made()
     recorded, kept = pg.record(step, keep="always"), []

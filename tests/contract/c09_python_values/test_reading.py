@@ -10,13 +10,14 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.python.introspection import own_dict
+from phonograph.reads import CONSTANTS_ARE_READ
 from phonograph.testing import assert_same
 from tests.contract.c09_python_values import programs
-from tests.contract.c09_python_values.programs import GROUPS, counts, function_of
+from tests.contract.c09_python_values.programs import GROUPS, UNNOTED, counts, function_of
 from tests.helpers import may_run_live, ramp
 
-LIMITS = GROUPS["reading_limits"]
-CASES = GROUPS["reading"] | GROUPS["reading_unrun"]
+LIMITS = {name: text for name, text in GROUPS["reading_limits"].items() if not CONSTANTS_ARE_READ or name in UNNOTED}
+CASES = {name: text for group in GROUPS.values() for name, text in group.items() if name not in LIMITS}
 
 
 @pytest.fixture

@@ -1,0 +1,178 @@
+"""What a call relies on beyond that which the walk finds: of installed packages, of torch and of the standard library.
+
+By default it is what the code that ran names of them (`packages`). With ``PHONOGRAPH_CONSTANTS=read`` it is what the call was
+heard to read (`reads`): also by names that code has worked out, and of modules that it imports.
+
+A package may change what is its own business. A count that has moved on while a call was captured is left out (it moves in no
+replay, as no code runs), and so is an object in place of which another has come. Any other value that has changed would have to
+change in each replay: such a call is refused, and what it has changed is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Protocol, TypeAlias
+
+from .._torch.dynamic import Table, Thing
+from ..errors import Overlooked, Refusal
+from ..python.holders import Holder
+from ..python.identity import identity
+from ..python.introspection import MISSING
+from ..python.origin import is_users
+from ..reads import CONSTANTS_ARE_READ
+from ..reads.place import UNREAD, Place, Read, is_constant, vars_of
+from ..reads.readset import Members, ReadSet
+from ..reads.whose import OURS, USER, whose_module
+from .carried_state import Carried
+from .noted_places import of_classes, together
+from .packages import is_anothers
+from .reachable import Reach
+
+__all__ = ["Beyond", "beyond"]
+
+LeftOut: TypeAlias = Callable[[FrameType], Overlooked | Refusal | None]
+_OF_OTHERS = frozenset({"<optimizer>"})
+"""Kinds of places that are looked after elsewhere, wherever they lie."""
+
+
+class Beyond(Protocol):
+    """What one call relies on beyond what is in reach."""
+
+    def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
+        """What is to be told of each function that starts, before it is asked what was `left_out`."""
+
+    def noting(self, called: object) -> AbstractContextManager[object]:
+        """Note what is read while the block runs."""
+
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        """This function tells of starts. What runs is not the call's while it is `aside`."""
+
+    def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
+        """The places that count, but for the numbers that are followed, of which `marks` are the identities. The call `ran`
+        these functions, each given as its code and its globals, and relies on what is in reach of `relied`.
+
+        Raises:
+            Refusal: the call has changed one that is no count.
+        """
+
+    def restore(self) -> None:
+        """Put back what the call has changed."""
+
+
+class _Named:
+    """By the names in code."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._packages = reach.packages
+
+    def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
+        return left_out
+
+    def noting(self, called: object) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        pass
+
+    def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
+        return self._packages.after(ran, relied.of_others, relied.foreign)
+
+    def restore(self) -> None:
+        self._packages.restore()
+
+
+class _Noted:
+    """By what was read."""
+
+    def __init__(self, reach: Reach) -> None:
+        found = [thing for thing in reach.met if not _is_of_others(thing)]
+        self.reads = ReadSet(found, hears_starts=False)
+        self.noting, self.goes_with = self.reads.noting, self.reads.goes_with
+        self._known = {*map(identity, (*found, *reach.spaces)), *reach.cells}
+
+    def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
+        self.reads.stand_ins = carried.holders()
+        return partial(_heard, self.reads, left_out)  # (which leads not back here)
+
+    def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
+        changed = [read.place.path for read in self._of(self.reads.before) if self._has_changed(read)]
+        changed += [f"{c.kind.__qualname__}.{n}" for c in self._classes() for n in _changed(c) if n in self.reads.users_names]
+        if changed:
+            raise Refusal(f"changes {changed[0]}, which outlives the call", "change it outside", final=False)
+        noted = self._of([read for read in self.reads.reads.values() if read is not None and read.relied])
+        noted = [read for read in noted if marks.isdisjoint(map(identity, read.value))]
+        return [*together(noted), *of_classes(self._classes(), self.reads.names)]
+
+    def _classes(self) -> list[Members]:
+        return [members for key, members in self.reads.classes.items() if key not in self._known]
+
+    def _has_changed(self, read: Read) -> bool:
+        """Whether the call has changed a place in a way that each replay had to: all that the user's code changes is such."""
+        place, now = read.place, read.place.get()
+        if place.name == "<items>":
+            by_user = place.path.rpartition(".")[2] in self.reads.users_names
+        else:
+            by_user = (identity(place.of), place.name) in self.reads.set_by_users
+        if by_user:
+            return True
+        alike = len(now) == len(read.value) and (place.name == "<items>" or not str(place.name).startswith("<"))
+        return alike and not all(a is b or _is_count(a, b) for a, b in zip(read.value, now, strict=True))
+
+    def restore(self) -> None:
+        noted = [read for read in self.reads.reads.values() if read is not None and read.value]
+        for read in self._of([*self.reads.before, *reversed(noted)]):
+            whole = read.place.name == "<items>" or all(map(_is_plain, read.value))
+            if read.place.put is not None and whole and read.changed:
+                read.place.put(read.value)
+        for members in self._classes():
+            for name in _changed(members):
+                if is_constant(before := members.before.get(name, MISSING)):
+                    type.__setattr__(members.kind, name, before)
+                elif before is MISSING and name in self.reads.users_names:
+                    type.__delattr__(members.kind, name)
+
+    def _is_beyond(self, place: Place) -> bool:
+        if place.name in _OF_OTHERS or identity(place.of) in self._known or identity(place.of) in self.reads.stand_ins:
+            return False
+        return place.path.partition(" ")[0] != "globals()"  # (of functions that the walk has not met)
+
+    def _of(self, reads: Iterable[Read]) -> list[Read]:
+        return [read for read in reads if self._is_beyond(read.place)]
+
+
+def _changed(members: Members) -> list[str]:
+    """The names of what a class has another of by now."""
+    if members.names is not None:
+        return []
+    before, now = members.before, vars_of(members.kind)
+    return [n for n in {*before, *now} - UNREAD if now.get(n, MISSING) is not before.get(n, MISSING)]
+
+
+def _heard(reads: ReadSet, left_out: LeftOut, frame: FrameType) -> Overlooked | Refusal | None:
+    """A function starts for the first time. What was overlooked of it."""
+    reads.started(frame)
+    return left_out(frame)
+
+
+beyond: Callable[[Reach], Beyond] = _Noted if CONSTANTS_ARE_READ else _Named
+
+
+def _is_of_others(thing: Thing) -> bool:
+    """Whether the walk does not look into something that it has met: a module, a class or a function of a package's."""
+    if issubclass(type(thing), ModuleType):
+        return whose_module(thing) not in (USER, OURS)
+    if issubclass(type(thing), type):
+        return is_anothers(thing)
+    return type(thing) is FunctionType and not is_users(thing.__code__.co_filename)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value cannot change, and may so be put back where another has come in its place."""
+    return is_constant(value) or value is MISSING or issubclass(type(value), type)
+
+
+def _is_count(before: object, now: object) -> bool:
+    return type(before) is type(now) is int or not (is_constant(before) and is_constant(now))
