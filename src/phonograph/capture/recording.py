@@ -171,6 +171,9 @@ class _Own:
         self.tensors, self.gradients, self.arrays = [*tensors], [*gradients], [*arrays]
         self.lived_in = [holder.read for holder in lived_in if any(map(_may_be_memory, holder.read()))]
 
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.gradients or self.arrays or self.lived_in)
+
     def places(self) -> Iterator[Place]:
         return chain(self.arrays, (place for _, place in (*self.tensors, *self.gradients)))
 
@@ -218,7 +221,7 @@ class Entangled:
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
         self._kept = _Own(own, gradients, lived_in, arrays)
-        self._own = [weakref.ref(self._kept)]
+        self._own = [weakref.ref(self._kept)] if self._kept else []
         self._places = Spans(self._kept.places())
         self._live: tuple[list[int] | None, Spans] = None, Spans()  # where that lay last, and all of that memory
         self.spans = Spans(self._storages)
@@ -238,7 +241,7 @@ class Entangled:
         return Refusal(f"gets a container, {TWICE}", "pass a copy", this_call=True)
 
     def __bool__(self) -> bool:
-        return bool(self._storages or self._ids or self._places or any(own.lived_in for own in self._all_own()))
+        return bool(self._storages or self._ids or self._own)
 
     def __ior__(self, other: Entangled) -> Entangled:
         self._ids |= other._ids
