@@ -98,7 +98,7 @@ class Table:
 
     def publish(self, tensors: Tensors, call: Call | None) -> None:
         """An exception has come when the effects of a run were half published: they are now."""
-        put_back(partial(self.inputs.leave, tensors, call), *self._tensors, *self._counts)
+        put_back(partial(self.inputs.leave, tensors, call), *self._tensors, self.gradients.seal, *self._counts)
 
     def break_off(self, tensors: Tensors, call: Call | None, run: Broken) -> None:
         """In place of `leave`, after a run that was broken off."""

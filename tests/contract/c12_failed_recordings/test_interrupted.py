@@ -1,6 +1,7 @@
 """C12: whatever comes in the middle of a call (Ctrl-C, a lack of memory, a fork by another thread), nothing of ours stays in
 the process, and what the call has changed is what was there before, or what eager leaves."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from phonograph.engine import current_capture, transaction
 from phonograph.errors import NotPutBack
 from phonograph.guards.snapshot import Snapshot
 from phonograph.python import read_gate, standing
+from phonograph.slots.table import Table
 from phonograph.state.reentrancy import Nested
 from phonograph.testing import assert_same
 from tests.helpers import as_ours, may_run_live, ramp
@@ -116,6 +118,40 @@ def test_c12_what_raises_in_any_function_of_ours(device, caplog, calls, stride, 
     for n in range(1, count, stride):
         left, raised, _ = interrupted(device, calls, n, error)
         assert any(is_same(left, state) for state in ([after] if raised is None else [before, after, unlisted])), (n, raised)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_c12_what_raises_while_a_first_play_leaves_what_it_has_made(device, caplog, monkeypatch, error):
+    eager, leave_first = Trainer(device), Table.leave_first
+    for i in range(2):
+        eager.optimizer.zero_grad()
+        eager.step(ramp(device, 4, 3).cos() + i)
+    after, unlisted = eager.state(), [2, 1, *eager.state()[2:]]
+    caplog.set_level(logging.CRITICAL, "phonograph")
+
+    def left(n):
+        trainer, (trace, count) = Trainer(device), raising_at(n, error)
+
+        def traced(*args):
+            sys.settrace(trace)
+            try:
+                leave_first(*args)
+            finally:
+                sys.settrace(None)
+
+        monkeypatch.setattr(Table, "leave_first", traced)
+        recorded = pg.record(trainer.step, keep="always")
+        for i in range(2):
+            trainer.optimizer.zero_grad()
+            with contextlib.suppress(error):
+                recorded(ramp(device, 4, 3).cos() + i)
+        return trainer.state(), count[0]
+
+    _, count = left(0)
+    assert count > 5
+    for n in range(1, count + 1, 1 + count // 40):
+        assert any(is_same(left(n)[0], state) for state in (after, unlisted)), n
 
 
 @may_run_live
