@@ -157,6 +157,36 @@ def test_c03_an_argument_that_is_new_memory_of_the_functions_own_where_it_had_ol
     assert pg.stats(step).replayed >= 4, pg.explain(step)
 
 
+@may_run_live
+def test_c03_an_argument_that_lay_alone_where_the_gradient_comes_back(device):
+    """What was found once, that it meets nothing there, holds for that call alone."""
+
+    def run(record):
+        w, memory, other = torch.ones(4, device=device, requires_grad=True), *torch.zeros(2, 4, device=device).clone().unbind()
+        found = []
+
+        @record
+        def step(x, y):
+            (w * x).sum().backward()
+            return y * 2
+
+        def call(n, grad, y):
+            w.grad = grad
+            found.append(step(torch.full((4,), n + 1.0, device=device), y).detach().clone())
+
+        for n in range(4):
+            call(n, torch.from_dlpack(memory), torch.ones(4, device=device))
+        for n in range(6):
+            call(n, torch.from_dlpack(other), torch.from_dlpack(memory))
+        for n in range(6):
+            grad = torch.from_dlpack(memory)
+            call(n, grad, grad)
+        return found
+
+    for was, now in zip(run(lambda f: f), run(pg.record), strict=True):
+        assert_same(was, now)
+
+
 def test_c03_an_argument_where_a_gradient_was(device):
     """Which is free for others once that has gone."""
     w, memory = torch.ones(4, device=device, requires_grad=True), torch.zeros(4, device=device)
