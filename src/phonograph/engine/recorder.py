@@ -20,7 +20,7 @@ What always holds, and the tests that look:
    `test_c12_a_refusal_after_the_capture_leaves_the_gradients_as_they_were`
 6. *The transaction reaches to the first play for gradients.* The capture leaves gradient tensors without values; `unplayed`
    puts back the old ones if that play fails. `test_c12_what_fails_before_the_first_play`,
-   `test_c12_a_first_play_that_cannot_leave_its_gradients_is_the_last`
+   `test_c12_a_first_play_leaves_its_gradients_all_the_same`
 7. *The memory of a failed attempt is free for the next one.* Each attempt follows less than the one before, or knows more.
    `test_c12_memory_of_failed_recordings_is_given_back`
 8. *Results that others hold, and other functions, are left alone* by a capture, failed or not.

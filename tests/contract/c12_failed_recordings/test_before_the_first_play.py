@@ -109,7 +109,7 @@ def test_c12_what_fails_before_the_first_play(device, monkeypatch, caplog, place
 
 
 @may_run_live
-def test_c12_a_first_play_that_fails_to_leave_its_gradients_leaves_them_all_the_same(device, monkeypatch):
+def test_c12_a_first_play_leaves_its_gradients_all_the_same(device, monkeypatch):
     step, weight = training(device)
     recorded = pg.record(step, keep="always")
     recorded(torch.ones(1, 2, device=device), [])
