@@ -38,8 +38,8 @@ class _Items:
 
     def holders(self, called: str) -> list[Holder]:
         every = [*self._tables.values()]
-        telling = [one for one in every if tell([one[0]])]
-        return [_in_tables(called, some) for some in (telling, [one for one in every if one not in telling]) if some]
+        telling, others = ([one for one in every if tell([one[0]]) is tells] for tells in (True, False))
+        return [_in_tables(called, some) for some in (telling, others) if some]
 
 
 def _in_tables(called: str, tables: list[tuple[Table, dict[object, str]]]) -> Holder:

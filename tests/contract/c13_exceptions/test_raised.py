@@ -442,7 +442,7 @@ def test_c13_a_backward_that_needs_one_of_several_weights_in_one_vector(device, 
     step, saved = pg.record(step, keep="always"), getattr(net, which)
     for n in range(6):
         versions = [p._version for p in net.parameters()]
-        loss = (torch.ones_like(saved, requires_grad=True) * saved).sum()
+        loss = (torch.ones_like(saved, requires_grad=True) * saved.detach()).sum()  # it shares the version
         step(ramp(device, 2, 4, start=n) / 10)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
