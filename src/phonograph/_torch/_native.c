@@ -223,6 +223,7 @@ typedef struct {
     Kind kind;
     PyObject *of, *key, *was;
     uint64_t word;
+    const uint64_t *at; /* where a version lies, as long as there is the dictionary */
 } Fact;
 
 typedef struct {
@@ -231,13 +232,60 @@ typedef struct {
     Fact *facts;
 } Facts;
 
-static uint64_t version_of(PyObject *dictionary) {
+/* Where a number lies that moves on with each change of a dictionary: up to Python 3.11 in the dictionary itself. From then on
+ * whoever wants to hear of changes watches it, and counts. NULL with an exception. */
 #if PY_VERSION_HEX < 0x030C0000
-    return ((PyDictObject *)dictionary)->ma_version_tag;
+
+static const uint64_t *version_in(PyObject *dictionary) { return &((PyDictObject *)dictionary)->ma_version_tag; }
+
+static int hears(void) { return 1; }
+
 #else
-    return 0; /* from there on there is none */
-#endif
+
+typedef struct Watched { PyObject *dictionary; uint64_t changes; struct Watched *next; } Watched;
+
+static Watched *watched[1 << 12]; /* by address; what lies at one place makes a list */
+static int watcher = -1;
+
+static Watched **watched_at(PyObject *dictionary) {
+    Watched **at = &watched[((uintptr_t)dictionary >> 4) % (sizeof watched / sizeof *watched)];
+    while (*at && (*at)->dictionary != dictionary) at = &(*at)->next;
+    return at;
 }
+
+/* Python is about to change a dictionary that is watched, or to free it. */
+static int hear(PyDict_WatchEvent event, PyObject *dictionary, PyObject *key, PyObject *value) {
+    Watched **at = watched_at(dictionary), *one = *at;
+    if (!one) return 0;
+    one->changes++;
+    if (event == PyDict_EVENT_DEALLOCATED) {
+        *at = one->next;
+        PyMem_RawFree(one);
+    }
+    return 0;
+}
+
+static const uint64_t *version_in(PyObject *dictionary) {
+    Watched **at = watched_at(dictionary);
+    if (*at) return &(*at)->changes;
+    Watched *one = PyMem_RawCalloc(1, sizeof *one);
+    if (!one) return (const uint64_t *)PyErr_NoMemory();
+    if (PyDict_Watch(watcher, dictionary) < 0) {
+        PyMem_RawFree(one);
+        return NULL;
+    }
+    one->dictionary = dictionary;
+    *at = one;
+    return &one->changes;
+}
+
+static int hears(void) {
+    if (watcher < 0) watcher = PyDict_AddWatcher(hear); /* others may have all that there are */
+    if (watcher < 0) PyErr_Clear();
+    return watcher >= 0;
+}
+
+#endif
 
 static uint64_t word_at(PyObject *address) {
     return *(volatile uint64_t *)PyLong_AsVoidPtr(address);
@@ -276,7 +324,8 @@ static int take_fact(Fact *fact) {
         fact->word = word_at(fact->key);
         break;
     case VERSION:
-        fact->word = version_of(fact->of);
+        fact->at = version_in(fact->of);
+        fact->word = fact->at ? *fact->at : 0;
         break;
     case CALLED: /* what it has to give was said */
         break;
@@ -334,7 +383,7 @@ static int is_so(const Fact *fact) {
     case WORD:
         return word_at(fact->key) == fact->word;
     case VERSION:
-        return version_of(fact->of) == fact->word;
+        return *fact->at == fact->word;
     case CALLED:
         return same_call(fact);
     case READ:
@@ -360,7 +409,7 @@ static int fits_kind(Kind kind, PyObject *of, PyObject *key) {
     case CELL: return PyCell_Check(of);
     case FUNCTION: return PyFunction_Check(of);
     case WORD: return key && PyLong_CheckExact(key);
-    case VERSION: return PyDict_Check(of) && PY_VERSION_HEX < 0x030C0000;
+    case VERSION: return PyDict_Check(of) && hears();
     case CALLED:
     case READ: return PyCallable_Check(of);
     }
@@ -384,7 +433,7 @@ static int make_fact(Fact *fact, PyObject *told) {
         PyErr_Format(PyExc_TypeError, "there is no such fact: %R", told);
         return -1;
     }
-    *fact = (Fact){kind, Py_NewRef(of), Py_XNewRef(key), Py_XNewRef(last), 0};
+    *fact = (Fact){kind, Py_NewRef(of), Py_XNewRef(key), Py_XNewRef(last), 0, NULL};
     return take_fact(fact);
 }
 
@@ -616,9 +665,16 @@ static PyObject *set_up(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *version(PyObject *module, PyObject *dictionary) {
+    if (!fits_kind(VERSION, dictionary, NULL)) return PyErr_Format(PyExc_TypeError, "no version is known of %R", dictionary);
+    const uint64_t *at = version_in(dictionary);
+    return at ? PyLong_FromUnsignedLongLong(*at) : NULL;
+}
+
 static PyMethodDef methods[] = {
     {"set_up", set_up, METH_VARARGS, "Say where everything lies. Before that, nothing else may be called."},
     {"bump", bump, METH_O, "Move the version counters of tensors on."},
+    {"version", version, METH_O, "A number that is another one after each change of a dictionary, if `tells_versions`."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -631,6 +687,6 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
     for (int i = 0; made && i < 3; i++)
         if (PyModule_AddType(made, types[i]) < 0) Py_CLEAR(made);
-    if (made && PyModule_AddIntConstant(made, "tells_versions", PY_VERSION_HEX < 0x030C0000) < 0) Py_CLEAR(made);
+    if (made && PyModule_AddIntConstant(made, "tells_versions", hears()) < 0) Py_CLEAR(made);
     return made;
 }

@@ -17,9 +17,9 @@ import torch
 from .autograd import bump as _bump
 from .dynamic import Private
 from .modes import without_modes
-from .tensors import TensorBase, is_ordinary, neg_view, tensor_check
+from .tensors import TensorBase, _guards, is_ordinary, neg_view, tensor_check
 
-__all__ = ["Fact", "bump", "instead", "known", "standing", "tells_versions"]
+__all__ = ["Fact", "bump", "dict_version", "instead", "known", "standing", "tells_versions"]
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _INLINE = 5  # dimensions, of which torch keeps the sizes in the tensor itself; those of more lie elsewhere
@@ -251,6 +251,9 @@ bump: Callable[[Sequence[torch.Tensor]], None] = _bump if _native is None else _
 
 tells_versions = _native is not None and bool(_native.tells_versions)
 """Whether dictionaries have versions in memory, which the helper can compare."""
+
+dict_version: Private = _native.version if tells_versions else getattr(_guards, "dict_version", None)
+"""A number of a dictionary's, which is another one when it was changed: the helper's, or that of torch.compile's guards."""
 
 
 def known(ask: Callable[[], object], facts: Callable[[], list[Fact] | None], usual: object) -> Callable[[], Private]:

@@ -25,7 +25,6 @@ __all__ = [
     "are_fake",
     "behind",
     "copy_all",
-    "dict_version",
     "has_memory",
     "inner_names",
     "is_freed",
@@ -283,9 +282,6 @@ def maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 _TensorGuards: Private = getattr(_guards, "TensorGuards", None)
-
-dict_version: Private = getattr(_guards, "dict_version", None)
-"""A number of a dictionary's, which is another one when it was changed."""
 
 
 def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

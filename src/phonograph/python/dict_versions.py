@@ -1,9 +1,10 @@
 """Dictionaries that say by themselves whether they have been changed, so that a replay need not read what is in them.
 
-torch.compile's guards know of each dictionary a version, which is another one after each change, whoever makes it and in which
-way: up to Python 3.11 CPython keeps that in the dictionary, from 3.12 on torch hears of changes. There only those count of
-which somebody has asked the version, and all take their numbers from one counter. So it is enough to change a dictionary of our
-own: where its version is the next number after its last one, none of all the others has been changed meanwhile.
+Up to Python 3.11 CPython keeps a version in each dictionary, which is another one after each change, whoever makes it and in
+which way. From 3.12 on who wants to know watches a dictionary, and hears of changes: the helper in C does, and where there is
+none, torch.compile's guards. These take the numbers of all dictionaries of which somebody has asked from one counter. So it is
+enough there to change a dictionary of our own: where its version is the next number after its last one, none of all the others
+has been changed meanwhile.
 
 What counts of an `OrderedDict` is its order as well, which can change without a new version: one with several items is read.
 And there are releases of CPython in which what is assigned to an attribute is not heard (3.13.0): that is tried out once.
@@ -19,8 +20,7 @@ from operator import is_
 from typing import Any
 
 from .._torch.dynamic import Thing
-from .._torch.native import Fact, tells_versions
-from .._torch.tensors import dict_version
+from .._torch.native import Fact, dict_version, tells_versions
 
 __all__ = ["Versions", "at_one_glance", "of_class", "tell"]
 

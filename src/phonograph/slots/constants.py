@@ -64,6 +64,7 @@ __all__ = ["Constants", "is_heard_of", "not_heard"]
 _HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # watched places and tensors, and tensors of optimizers, in one look of the rotation
 _PLACES, _OTHERS, _KEPT, _STATE = "places", "tensors", "tensors of optimizers", "optimizers' state"
 _LAP = 4  # replays from one look at a kind to the next
+_OFTEN = 8  # times that a dictionary was changed, and not what is relied on
 
 
 class Constants(Entries, Column):
@@ -96,6 +97,7 @@ class Constants(Entries, Column):
         if kept_there and hot is not tensors:
             self._laps[_KEPT] = _taking_turns(kept_there, _REMEMBERED)
         self._listens = False  # at the doors
+        self._rather_read = set[int]()
         self._sort()
         _all.add(self)
         self._names = {identity(t): name for name, t, _ in relied}
@@ -112,7 +114,8 @@ class Constants(Entries, Column):
         self._hot = [entry for entry, is_watched in held if not is_watched]
         self._watched = [entry for entry, is_watched in held if is_watched]
         # Which places need not be read where dictionaries say that they have not changed.
-        self._told, self._told_by = by_dictionary(self._hot)
+        self._told, self._told_by = by_dictionary([e for e in self._hot if identity(e) not in self._rather_read])
+        self._in_vain = dict[int, int]()
         told = {identity(entry) for entries in self._told for entry in entries}
         self._read = [entry for entry in self._hot if identity(entry) not in told]
         self._read_hot = read_together([*map(reader_of, self._read)])
@@ -162,6 +165,7 @@ class Constants(Entries, Column):
                 if not self.unchanged(entry):
                     return which(entry)
             self._told_by.keep()
+            self._told_in_vain(moved)
         if self._read:
             now, last = self._read_hot(), self._last_hot
             if len(now) != len(last) or not all(map(is_, now, last)):
@@ -178,6 +182,15 @@ class Constants(Entries, Column):
         if witness.epoch != self._epoch:
             return self._all_watched()
         return self._rotate() if self._rotates else None
+
+    def _told_in_vain(self, moved: Sequence[int]) -> None:
+        """These dictionaries have been changed, and not what is relied on. Where that happens again and again, to read these places
+        takes less: a script's loop goes on in the variables of its module, an object counts."""
+        for i in moved:
+            self._in_vain[i] = self._in_vain.get(i, 0) + 1
+            if self._in_vain[i] == _OFTEN:
+                self._rather_read |= set(map(identity, self._told[i]))
+                self._moved_places = True
 
     def _is_shut(self) -> bool:
         """Whether nobody can have come to what lies behind a door since it was last looked at."""

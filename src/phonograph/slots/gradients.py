@@ -73,9 +73,9 @@ class _Ghosts:
 
 
 def _from_before(grad: torch.Tensor, outlives: Callable[[torch.Tensor], object]) -> object:
-    """What can bring this gradient back, kept alive if it has to be."""
+    """What can bring this gradient back, kept alive if it has to be: the memory of a view is others' in any case."""
     if has_memory(grad):
-        return outlives(grad) or _Kept(grad)
+        return (outlives(grad) if grad._base is None else None) or _Kept(grad)
     if consists_of_parts(grad):
         of = Description.of(grad)
         inner = [getattr(grad, name) for name in of.names]

@@ -288,3 +288,35 @@ def test_c22_a_steady_replay_runs_few_frames_however_many_parameters_there_are(d
     found = [of_parameters(device, count) for count in (13, 160)]
     assert abs(found[0] - found[1]) <= 2
     assert max(found) <= (36 if helper == "C" else 56)
+
+
+class Counts:
+    def __init__(self):
+        self.factor = 2
+
+
+def beside_a_counter(device, where):
+    """The frames of a steady replay, when nothing changes beside it, and when something counts in a place of which it reads."""
+    counts, weight = Counts(), torch.ones(4, device=device)
+
+    def step(x):
+        return (x * weight * counts.factor * FACTOR).sin()
+
+    recorded, x, found = pg.record(step, keep="always"), torch.ones(4, device=device), []
+    space = {"variables of the module": globals(), "attributes": vars(counts)}[where]
+    for counting in (False, True):
+        each = []
+        for n in range(64):
+            if counting:
+                space["turn"] = n + 0.5
+            each.append(frames(recorded, x))
+        found.append(max(sorted(each[32:])[:-4]))  # (without the call that audits)
+    globals().pop("turn", None)
+    return found
+
+
+@pytest.mark.parametrize("where", ["variables of the module", "attributes"])
+def test_c22_what_counts_beside_a_step_costs_a_reading(device, where, helper):
+    """The variable of a loop at the top of a script, and ``self.steps += 1``."""
+    quiet, counting = beside_a_counter(device, where)
+    assert counting <= quiet + 3
