@@ -184,8 +184,8 @@ class Constants(Entries, Column):
         return self._rotate() if self._rotates else None
 
     def _told_in_vain(self, moved: Sequence[int]) -> None:
-        """These dictionaries have been changed, and not what is relied on. Where that happens again and again, to read these places
-        takes less: a script's loop goes on in the variables of its module, an object counts."""
+        """These dictionaries have been changed, and not what is relied on. Where that happens again and again, it takes less to
+        read these places: a script's loop goes on in the variables of its module, an object counts."""
         for i in moved:
             self._in_vain[i] = self._in_vain.get(i, 0) + 1
             if self._in_vain[i] == _OFTEN:
