@@ -1,11 +1,16 @@
 """What is looked at in each replay, without telling Python's audit hooks."""
 
 import sys
+import weakref
 
 import pytest
+import torch
 
+from phonograph.capture.recording import Entangled
 from phonograph.python import identity as identity_module
 from phonograph.python.identity import identity, reading_list, reading_parts
+from phonograph.reads.readset import ReadSet
+from phonograph.values.keys import Identity
 from tests import forked
 
 _AUDITED = """
@@ -104,3 +109,24 @@ def test_a_long_list_is_read_at_one_glance_as_long_as_it_holds_the_same(change):
     CHANGES[change](values)
     same = len(values) == len(before) and all(a is b for a, b in zip(values, before, strict=True))
     assert read() in ([(tuple(values),), tuple(values)] if same else [tuple(values)])
+
+
+class StreamOfTheCpu(torch.Stream):
+    """As `torch.cuda.Stream` is."""
+
+
+def test_nobody_refers_weakly_to_streams_and_events():
+    """Those of a GPU do not tell when they go: a weak reference to one would lead to memory that is somebody else's."""
+    known, counts = StreamOfTheCpu(device="cpu"), []
+
+    def reads():
+        made = StreamOfTheCpu(device="cpu")
+        assert known.device == made.device
+        counts.append(weakref.getweakrefcount(made))
+
+    with ReadSet().noting(reads):
+        reads()
+    things = [known, torch.Event("cpu")]
+    kept = [Entangled(objects=things), *map(Identity, things)]
+    assert [*counts, *map(weakref.getweakrefcount, things)] == [0, 0, 0]
+    assert kept[1:] == [*map(Identity, things)]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..python.identity import identity
-from ..python.introspection import has_attributes
+from ..python.introspection import has_attributes, tells_its_end
 from ..values.keys import NoSignature
 from ..values.pytree import Flattener
 
@@ -66,12 +66,7 @@ class RecurringObjects:
             self._once.difference_update(map(identity, leaves))
         for thing, start, end in flattener.spans:
             kind = type(thing)
-            if (
-                kind in self._varying
-                or not kind.__weakrefoffset__
-                or not flattener.is_opened(thing)
-                or not has_attributes(kind)
-            ):
+            if kind in self._varying or not tells_its_end(kind) or not flattener.is_opened(thing) or not has_attributes(kind):
                 continue
             if any(self._now() - self._since[i] < _WORTH for i in self._of(kind)):
                 self._vary(kind)
@@ -89,7 +84,7 @@ class RecurringObjects:
     def seal(self, thing: object, leaves: Sequence[object]) -> bool:
         """Let an object stand at once that has something in it which cannot be described; whether it may."""
         kind = type(thing)
-        if not kind.__weakrefoffset__ or self._sealed.setdefault(kind, 0) >= _SEALED:
+        if not tells_its_end(kind) or self._sealed.setdefault(kind, 0) >= _SEALED:
             return False
         self._sealed[kind] += 1
         self._stand(thing, _tensors(leaves))
@@ -152,7 +147,7 @@ class RecurringObjects:
     def _stand(self, thing: object, tensors: _Tensors) -> None:
         key = identity(thing)
         self.standing[key], self._since[key] = tensors, self._now()
-        weak = type(thing).__weakrefoffset__
+        weak = tells_its_end(type(thing))
         self._refs[key] = weakref.ref(thing, lambda _: self._forget(key)) if weak else lambda: thing
 
     def _vary(self, kind: type) -> None:

@@ -20,6 +20,7 @@ from ..memory.pool import Lease, Pool, memory_of
 from ..memory.spans import Spans
 from ..python.holders import Holder
 from ..python.identity import identity
+from ..python.introspection import tells_its_end
 from ..slots.column import Tensors
 from ..slots.inputs import Slot
 from ..slots.memories import MEMORY
@@ -217,7 +218,7 @@ class Entangled:
         """Of tensors that are the function's `own`, and whose `gradients` are, with where they lie. Parts that run live may
         read and write what is in the places `lived_in`. `arrays` are those that the recording keeps as they are."""
         self.filled = {identity(c): c for c in filled}
-        self._objects = {identity(x): weakref.ref(x) for x in objects if type(x).__weakrefoffset__}
+        self._objects = {identity(x): weakref.ref(x) for x in objects if tells_its_end(type(x))}
         self._ids = {identity(t): weakref.ref(t) for t in tensors if not isinstance(t, torch.nn.Parameter)}
         self._storages = {(s.data_ptr(), s.nbytes()): weakref.ref(s) for s in storages}
         self._kept = _Own(own, gradients, lived_in, arrays)

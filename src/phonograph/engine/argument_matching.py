@@ -19,7 +19,7 @@ from .._torch.dynamic import Args, Kwargs
 from ..call.signature import Call
 from ..capture.recording import Entangled
 from ..python.identity import identity
-from ..python.introspection import own_dict
+from ..python.introspection import own_dict, tells_its_end
 from ..python.origin import written_out
 from ..values.keys import BY_IDENTITY, SCALARS
 from ..values.object_layout import layout_of
@@ -136,7 +136,7 @@ def _leaf(leaf: object, slots: Set[int]) -> object:
     if identity(leaf) in slots:
         return _TENSOR
     stands = isinstance(leaf, (*BY_IDENTITY, enum.Enum, torch.Tensor)) or layout_of(type(leaf)) is not None
-    if stands and type(leaf).__weakrefoffset__:
+    if stands and tells_its_end(type(leaf)):
         return _Same(weakref.ref(leaf))
     raise Unmatchable
 

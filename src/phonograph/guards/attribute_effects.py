@@ -29,7 +29,7 @@ from .._torch.dynamic import Reading, Table, Thing
 from .._torch.tensors import has_memory, storage_id
 from ..python.holders import Holder, kept, key_label
 from ..python.identity import identity
-from ..python.introspection import MISSING, is_table, own_dict, table_of
+from ..python.introspection import MISSING, is_table, own_dict, table_of, tells_its_end
 from ..values.counters import are_numbers, are_plain
 from ..values.host_scalars import Numeral
 from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, put, tensors_in, variable
@@ -173,7 +173,7 @@ def left_by(
                    if plainly and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
         sets = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
         sets |= rates
-        may_carry = carried.may_learn_of(of) and (item or type(of).__weakrefoffset__)
+        may_carry = carried.may_learn_of(of) and (item or tells_its_end(type(of)))
         state = [(name, a, b) for name, a, b in pairs
                  if may_carry and name not in sets and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
         # Those are judged by themselves.

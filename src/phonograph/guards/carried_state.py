@@ -30,7 +30,7 @@ from .._torch.dynamic import Leaves, Thing
 from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
 from ..python.identity import identity
-from ..python.introspection import MISSING, contents, is_table, table_of
+from ..python.introspection import MISSING, contents, is_table, table_of, tells_its_end
 from ..values.pytree import Flattener, flatten
 
 __all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_state", "put", "tensors_in", "variable"]
@@ -114,7 +114,7 @@ class Carried:
             known = self._find(place.of, place.name)
             if known is None or (place.read and not known.read):
                 label = known.label if known is not None else self._label(place.path)
-                of = weakref.ref(place.of) if type(place.of).__weakrefoffset__ else _always(place.of)
+                of = weakref.ref(place.of) if tells_its_end(type(place.of)) else _always(place.of)
                 self._known[identity(place.of), place.name] = _Known(label, of, place.name, place.read)
                 new = True
         self._learned.update({identity(place.of) for place in places})

@@ -26,7 +26,7 @@ from .origin import is_users
 
 __all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "hands_on",
            "has_attributes", "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
-           "takes_parameters_only"]  # fmt: skip
+           "takes_parameters_only", "tells_its_end"]  # fmt: skip
 
 
 class _Missing:
@@ -51,6 +51,15 @@ _LOOKED_INTO = (
 _OPAQUE = {"torch", "threading", "_thread", "io", "_io", "logging", "contextlib", "weakref", "asyncio",
            "typing", "collections.abc", "re", "os", "pathlib", "phonograph", "_abc", "abc", "numpy", "inspect",
            "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
+
+
+_WITHOUT_A_WORD = (torch.Stream, *filter(None, [getattr(torch, "Event", None)]))
+
+
+def tells_its_end(kind: type) -> bool:
+    """Whether an object of this class may be referred to weakly: it says so when it goes. (Streams and events of a GPU take weak
+    references, and leave them behind, as torch 2.11 to 2.14 frees them.)"""
+    return bool(kind.__weakrefoffset__) and not any(base in _WITHOUT_A_WORD for base in kind.__mro__)
 
 
 def contents(cell: CellType) -> object:

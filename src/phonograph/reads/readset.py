@@ -31,7 +31,7 @@ from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
 from ..python.bytecode import asks_its_base, has_instruction, matches, used_in
 from ..python.identity import identity
-from ..python.introspection import MISSING, functions_of, functions_with, own_dict
+from ..python.introspection import MISSING, functions_of, functions_with, own_dict, tells_its_end
 from ..python.read_gate import behind_gate
 from ..python.variable_loads import globals_of
 from . import values
@@ -502,7 +502,7 @@ class ReadSet:
             stray.names.add(name)
 
     def _met(self, thing: Thing, key: int, *, made: bool) -> _Stray | None:
-        if key not in self._strays and type(thing).__weakrefoffset__:
+        if key not in self._strays and tells_its_end(type(thing)):
             self._strays[key] = _Stray(weakref.ref(thing, lambda _: self._strays.pop(key, None)), set(), made)
         return self._strays.get(key)
 

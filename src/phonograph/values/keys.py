@@ -24,6 +24,7 @@ import torch
 from .._torch.dynamic import Thing
 from .._torch.process_groups import groups_of_ranks
 from ..python.identity import identity
+from ..python.introspection import tells_its_end
 from .object_layout import layout_of, parts_of
 
 __all__ = ["BY_IDENTITY", "SCALARS", "Identity", "NoSignature", "argument_key", "class_of", "nested_key", "plain_key",
@@ -49,7 +50,7 @@ class Identity:
 
     def __init__(self, thing: Thing) -> None:
         self._hash = identity(thing)
-        self._of = weakref.ref(thing) if type(thing).__weakrefoffset__ else lambda: thing
+        self._of = weakref.ref(thing) if tells_its_end(type(thing)) else lambda: thing
 
     def is_of(self, identities: Container[int]) -> bool:
         """Whether the object has, or had, one of these."""
