@@ -587,9 +587,9 @@ def judged(
         if is_torchs(code.co_filename) or is_ours(code.co_filename) or is_harmless(code):
             continue
         if unseen := _unseen_by(code) - ({"type"} if ("type", id(space)) in dials.converting else set()):
-            dials.stray_all(f"may be taken by {min(unseen)}", _kept(dials, both))
+            dials.stray_all(f"may be taken by {min(unseen)} in {code.co_name}", _kept(dials, both))
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
-            dials.stray_all("may be formatted by %", _kept(dials, both))
+            dials.stray_all(f"may be formatted by % in {code.co_name}", _kept(dials, both))
 
 
 def asks_of_classes(dials: Dials, ran: Iterable[tuple[CodeType, dict[str, object]]]) -> bool:
