@@ -25,6 +25,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescript
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from .._torch.dynamic import Reading, Table, Thing
 from .._torch.operators import OpOverload, OpOverloadPacket
@@ -502,7 +503,8 @@ class ReadSet:
             stray.names.add(name)
 
     def _met(self, thing: Thing, key: int, *, made: bool) -> _Stray | None:
-        if key not in self._strays and tells_its_end(type(thing)):
+        """(What a `ctx` of autograd's has, is looked after by who captures the backward.)"""
+        if key not in self._strays and tells_its_end(type(thing)) and BackwardCFunction not in mro_of(type(thing)):
             self._strays[key] = _Stray(weakref.ref(thing, lambda _: self._strays.pop(key, None)), set(), made)
         return self._strays.get(key)
 
