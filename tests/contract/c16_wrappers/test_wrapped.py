@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -127,6 +129,51 @@ def test_c16_a_copy_of_what_keeps_a_recorded_method(device, copies):
         assert_same((one.kept(x), other.kept(x)), (x * 3, x * 5))
     assert other.kept is other.step
     assert pg.stats(other.kept).replayed
+
+
+class Average:
+    """Saves its `__dict__` as its state, as learning-rate schedulers do, but for what cannot be saved."""
+
+    def __init__(self, device):
+        self.mean, self.count = torch.zeros(3, device=device), 0
+        self.lock = threading.Lock()
+
+    @pg.record
+    def update(self, x):
+        self.count += 1
+        self.mean = self.mean + (x - self.mean) / self.count
+
+    def state_dict(self):
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+def through_a_file(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("saved", [through_a_file, copy.deepcopy, pickled])
+def test_c16_a_state_of_all_attributes_has_nothing_of_a_recorded_method(device, saved):
+    one, other = Average(device), Average(device)
+    for i in range(5):
+        one.update(ramp(device, 3) + i)
+    state = saved(one.state_dict())
+    recorded = pg.stats(one.update).recorded
+    one.update(ramp(device, 3) + 9)
+    for each in (one, other):
+        each.load_state_dict(state)
+        assert each.count == 5
+        for i in range(5):
+            each.update(ramp(device, 3) * i)
+        assert each.update is each.update
+    assert_same((one.mean, one.count), (other.mean, other.count))
+    assert one.count == 10
+    assert pg.stats(one.update).recorded == recorded, "its recordings outlive that its state is loaded"
 
 
 def test_c16_a_recorded_forward_of_a_module_class(device):
