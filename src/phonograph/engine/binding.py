@@ -1,7 +1,7 @@
 """A recorded function as Python has functions: bound to instances as a method, copied, pickled.
 
-Each instance has recordings of its own, in its `__dict__`: they go when it goes. A copy has none, nor has what is unpickled. Who
-saves that `__dict__`, as learning-rate schedulers do for their state, gets nothing of them.
+Each instance has recordings of its own, in its `__dict__`: they go when it goes. A copy has none, nor has what is unpickled.
+Who saves that `__dict__`, as learning-rate schedulers do for their state, gets nothing of them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class Binding:
     __call__: Callable[..., object]
 
     def __init__(self) -> None:
-        self._bound: weakref.WeakValueDictionary[int, Binding] = (
-            weakref.WeakValueDictionary()
-        )  # by instance, which it refers to
+        self._bound = weakref.WeakValueDictionary[int, Binding]()  # by the instance, to which it refers
         self._made_for: Binding | None = None  # the method of which this is one instance's own
         self._place = f"_phonograph_{self.name}_{identity(self):x}"
 
