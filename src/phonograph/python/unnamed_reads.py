@@ -28,9 +28,8 @@ HARMLESS = frozenset(file for name in (
     "traceback", "types", "typing", "warnings", "weakref", "_weakrefset",
     "numpy._core.fromnumeric", "numpy._core._methods", "numpy.core.fromnumeric", "numpy.core._methods")
     for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
-_OF_DATACLASSES = frozenset(
-    {"is_dataclass", "_is_dataclass_instance", "fields", "replace", "_replace"}
-)  # and hand on what is in them
+# Those of `dataclasses` hand on what is in one.
+_OF_DATACLASSES = frozenset({"is_dataclass", "_is_dataclass_instance", "fields", "replace", "_replace"})
 _WRITTEN_BY_DATACLASS = "__create_fn__.<locals>."
 _SEES_ATTRIBUTES = frozenset({"__getattribute__", "__getattr__", "__setattr__"})
 
