@@ -7,6 +7,7 @@ Who saves that `__dict__`, as learning-rate schedulers do for their state, gets 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
 from collections import OrderedDict
@@ -66,6 +67,21 @@ class Binding:
         mine._made_for = self
         self._bound[identity(instance)] = mine
         return mine
+
+    @property
+    def __func__(self) -> Callable[..., object]:
+        """Of a method that was bound when it was recorded, what binds anew: to the same instance, it is this one. (By that
+        learning-rate schedulers wrap ``optimizer.step``.)"""
+        method = self._function
+        if not isinstance(method, MethodType):
+            raise AttributeError(f"{self!r} has no attribute '__func__', as it is no method of an instance")
+
+        @functools.wraps(method)
+        def unbound(instance: object, *args: object, **kwargs: object) -> object:
+            f = self if instance is method.__self__ else MethodType(method.__func__, instance)
+            return f(*args, **kwargs)
+
+        return unbound
 
     def _instance(self) -> object:
         return getattr(self._function, "__self__", None)

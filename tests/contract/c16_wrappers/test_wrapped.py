@@ -5,6 +5,7 @@ import inspect
 import io
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
@@ -197,3 +198,38 @@ def test_c16_a_recorded_forward_of_a_module_class(device):
     for _ in range(4):
         x = torch.randn(2, 3, device=device)
         assert_same(copied(x), copied.linear.bias.expand(2, 3) * 2 + torch.zeros(2, 3, device=device))
+
+
+@pytest.mark.parametrize("first", ["the step is recorded", "the scheduler is made"])
+def test_c16_a_recorded_step_of_an_optimizer_with_a_scheduler(device, first):
+    """A scheduler wraps the optimizer's step as a method."""
+
+    def run(record):
+        weight = torch.nn.Parameter(ramp(device, 3))
+        weight.grad = torch.zeros_like(weight)
+        optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+        if first == "the step is recorded":
+            step = optimizer.step = record(optimizer.step)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+        else:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+            step = optimizer.step = record(optimizer.step)
+        for i in range(9):
+            weight.grad.copy_(ramp(device, 3) * i)
+            optimizer.step()
+            schedule.step()
+        return step, [weight.detach(), optimizer.state_dict(), schedule.state_dict()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the scheduler says so where it has not seen a step
+        (recorded, ours), (_, theirs) = run(pg.record), run(lambda f: f)
+    assert_same(ours, theirs)
+    assert pg.stats(recorded).replayed >= 7, pg.explain(recorded)
+
+
+def test_c16_a_recorded_method_is_bound_anew_as_a_method_is(device):
+    one, other = Average(device), Average(device)
+    recorded = pg.record(one.state_dict)
+    recorded.__func__(one), recorded.__func__.__get__(other)()
+    assert pg.stats(recorded).calls == 1
+    assert not hasattr(pg.record(ramp), "__func__")
