@@ -254,7 +254,7 @@ def test_c06_a_gradient_that_is_looked_at_is_added_up_in_eagers_order(device, lo
     """From what was made last to what was made first, outside of the call and inside."""
     torch.manual_seed(0)
     both = Both(Losses().to(device))
-    for n in range(8):
+    for _ in range(8):
         x = torch.randn(5, 4, device=device)
         found = []
         for module in both:
