@@ -122,6 +122,10 @@ class _Kept:
     def __init__(self, method: Binding) -> None:
         self.method = method
 
+    def reached(self) -> tuple[object, ...]:
+        """Objects that it can reach."""
+        return (self.method,)
+
     def __reduce__(self) -> tuple[object, ...]:
         return (OrderedDict, ())
 
