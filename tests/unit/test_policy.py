@@ -431,3 +431,17 @@ def test_c11_what_changes_is_told_with_what_to_do_about_it():
     assert "index_copy_" in first.remedy
     assert "t.fill_(n)" in second.remedy
     assert second.where == "train.py:1"
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_c11_what_has_changed_once_is_not_told_as_if_it_did_so_in_each_call(times):
+    """The recordings before have cost too much for another one, whatever it is that has changed last."""
+    f = Function()
+    call = describe((torch.ones(3),), {})
+    f.backoff.budget.attempted(1.0)
+    f.backoff.budget.lose(1e6)
+    for _ in range(times):
+        f.backoff.changed("config.layers", f.history(), call)
+    told = f.backoff.pays_for(call, f.history(), "config.layers")
+    assert ("changes from call to call" in told.reason) == (times > 1)
+    assert ("config.layers has changed, and what recordings have cost" in told.reason) == (times <= 1)

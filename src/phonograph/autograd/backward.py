@@ -259,13 +259,16 @@ class Backward:
     def between(
         self, result: int, grad: torch.Tensor, others: list[int], arguments: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:  # fmt: skip
-        """Backpropagate the gradient of one result to other results on which it depends, along paths through none of them.
+        """Backpropagate the gradient of one result to other results on which it depends, along paths through none of them, and
+        give it on each of the graph's ways `toward` them.
 
-        Results are given by their indices among those that are attached."""
+        Results are given by their indices among those that are attached, in order."""
         edges = [self.graph.ends[i] for i in others]
-        with self.saved.places.reading(arguments), self.recompute, _cut(edges, [None] * len(edges)):
-            found = self._grad([self.graph.ends[result]], edges, [grad])
-        return [*map(self._own, found)]
+        toward = [(k, way) for k, way in self.graph.toward[result] if k in others]
+        one_by_one = _taken([way for _, way in toward if way is not None])
+        with self.saved.places.reading(arguments), self.recompute, _cut(edges, [None] * len(edges)), one_by_one as came:
+            sums = dict(zip(others, self._grad([self.graph.ends[result]], edges, [grad]), strict=True))
+        return [self._own(sums[k] if way is None else came.get(way)) for k, way in toward]
 
     def beyond(self, others: list[int], given: Sequence[torch.Tensor | None]) -> Gradients:
         """Run the backward with the gradients of these results taken as complete: nothing is added to them from other
@@ -289,25 +292,10 @@ class Backward:
             return [*chain.from_iterable(map(came.get, way) if way else [one] for way, one in zip(ways, sums, strict=True)),
                     *found], []  # fmt: skip
 
-    @contextmanager
-    def _one_by_one(self, wanted: Sequence[bool]) -> Iterator[dict[Way, torch.Tensor]]:
+    def _one_by_one(self, wanted: Sequence[bool]) -> AbstractContextManager[dict[Way, torch.Tensor]]:
         """Context that takes gradients as they come on the graph's `ways`. Autograd would add them up."""
-        came = dict[Way, torch.Tensor]()
-        numbers: dict[Node, set[int]] = {}
-        for ways, asked in zip(self.graph.ways, wanted, strict=True):
-            for node, number in ways if asked and self.request.each else ():
-                numbers.setdefault(node, set()).add(number)
-
-        def take(node: Node, own: Set[int], given: Sequence[torch.Tensor | None], _: object) -> tuple[torch.Tensor | None, ...]:
-            came.update((Way(node, i), g) for i, g in enumerate(given) if i in own and g is not None)
-            return tuple([None if i in own else g for i, g in enumerate(given)])
-
-        handles = [node.register_hook(partial(take, node, own)) for node, own in numbers.items()]
-        try:
-            yield came
-        finally:
-            for handle in handles:
-                handle.remove()
+        some = [ways for ways, asked in zip(self.graph.ways, wanted, strict=True) if asked and self.request.each]
+        return _taken([*chain.from_iterable(some)])
 
     def within(
         self, ends: Sequence[tuple[GradientEdge, torch.Tensor]], arguments: Sequence[torch.Tensor], stops: Iterable[Node]
@@ -337,6 +325,26 @@ class Backward:
         own = [outer.get(index[identity(p)]) for p in self.graph.parameters[len(self.graph.stands) :]]
         arrived = [s.arrived.pop() if s.arrived else None for s in (*self.graph.sources, *self.graph.stands)]
         return [*arrived, *own], [(i, grad) for i, grad, _ in collected if i in inner]
+
+
+@contextmanager
+def _taken(ways: Iterable[Way]) -> Iterator[dict[Way, torch.Tensor]]:
+    """Context that takes the gradients which come on these ways."""
+    came = dict[Way, torch.Tensor]()
+    numbers: dict[Node, set[int]] = {}
+    for node, number in ways:
+        numbers.setdefault(node, set()).add(number)
+
+    def take(node: Node, own: Set[int], given: Sequence[torch.Tensor | None], _: object) -> tuple[torch.Tensor | None, ...]:
+        came.update((Way(node, i), g) for i, g in enumerate(given) if i in own and g is not None)
+        return tuple([None if i in own else g for i, g in enumerate(given)])
+
+    handles = [node.register_hook(partial(take, node, own)) for node, own in numbers.items()]
+    try:
+        yield came
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -157,8 +157,8 @@ def between_results(flight: Flight, i: int, grad: torch.Tensor) -> list[torch.Te
     """What of a result's gradient flows to others on which it depends, if their gradients are looked at."""
     wiring = flight.wiring
     traced, look = wiring.traced, flight.look()
-    others = traced.graph.upstream[i]
-    seen = [k for k in others if k in look.seen]
+    others = traced.graph.toward[i]
+    seen = {k for k, _ in others if k in look.seen}
     if not seen:
         return [None] * len(others)
     if not traced.repeatable:
@@ -172,14 +172,14 @@ def between_results(flight: Flight, i: int, grad: torch.Tensor) -> list[torch.Te
     flight.begin(None, frozenset())
     versioned = partial(flight.versioned, flight.differentiates(flight.node())) if create else None
     with traced.saved.places.versioned(versioned), traced.noting(flight.gone) as asked:
-        flows = traced.between(i, leaf_of(grad, leaves) if create else grad, seen, flight.read())
+        flows = traced.between(i, leaf_of(grad, leaves) if create else grad, sorted(seen), flight.read())
     flight.check(wiring.read_of(asked.numbers))
     look.cut.update(seen)
     if create:
         _read_here(flows)
         flows = _handed_out(flight, flows, leaves)
-    found = dict(zip(seen, flows, strict=True))
-    return [found.get(k) for k in others]
+    found = iter(flows)
+    return [next(found) if k in seen else None for k, _ in others]
 
 
 def _read_here(grads: Iterable[torch.Tensor | None]) -> None:

@@ -8,14 +8,14 @@ here, for those that the backward of the given gradients reads: they are known o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import Node
 
-from .._torch.autograd import backward_id, may_run_backward, when_backward_ends, will_run
+from .._torch.autograd import backward_id, made_when, may_run_backward, when_backward_ends, will_run
 from .._torch.tensors import is_ordinary
 from ..call.signature import unseen
 from ..errors import Refusal
@@ -25,6 +25,7 @@ from ..state.compiled_generators import Begins
 from ..values.tensor_subclasses import parts, parts_of_all
 from .backward import Backward
 from .double_backward import Twice, between
+from .graph import Graph
 from .saved import spent
 
 __all__ = ["Flight", "Look", "Read", "Wiring"]
@@ -80,8 +81,8 @@ class Wiring:
         self.aside = {i for i, some in enumerate(graph.reaches) if some != frozenset[int]().union(*graph.reaches)}
         """Results that do not depend on all that others do: gradients of chosen inputs may lead past them."""
         several = range(len(graph.attached)) if len(graph.attached) > 1 else ()
-        self.apart = sorted(several, key=lambda i: len(graph.upstream[i]))
-        """Results that come out of a node of their own, those that others depend on first."""
+        self.apart = _as_made(graph, several)
+        """Results that come out of a node of their own, those that others depend on first: gradients of the last come first."""
         self._saves_numbers = any(graph.numbered)
 
     def version_of(self, number: int) -> int | None:
@@ -102,6 +103,16 @@ class Wiring:
         """Somebody looks at a gradient that cannot be given by itself."""
         self.traced.forward.stop(_SEEN)
         return RuntimeError(f"phonograph: a recorded function {_SEEN.reason}. From its next call on, it runs live.")
+
+
+def _as_made(graph: Graph, several: Iterable[int]) -> list[int]:
+    """Results in the order in which they were made, those that others depend on first. (Threads number their nodes apart.)"""
+    left, placed = sorted(several, key=lambda i: made_when(graph.ends[i].node)), list[int]()
+    while left:
+        i = next(i for i in left if set(graph.upstream[i]) <= {*placed})
+        left.remove(i)
+        placed.append(i)
+    return placed
 
 
 class Flight:

@@ -81,7 +81,7 @@ class Joint:
             if wiring.apart:
                 flight.joined(joined[0].grad_fn)
             for i in wiring.apart:
-                others = [joined[k] for k in graph.upstream[i]]
+                others = [joined[k] for k, _ in graph.toward[i]]
                 joined[i] = _Apart.apply(flight, i, [made[i]], joined[i], *others)
                 if i in wiring.inner or i in wiring.aside:
                     flight.watch(i, joined[i])

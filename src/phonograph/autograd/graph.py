@@ -103,6 +103,10 @@ class Graph:
         self.arguments = [s.number for s in self.sources]
         self.upstream = _upstream(self.ends)
         """For each end, the others on which it depends."""
+        self.toward = [
+            _toward(end, {k: self.ends[k] for k in others}) for end, others in zip(self.ends, self.upstream, strict=True)
+        ]
+        """For each end, these with the ways on which it gives them gradients, in order; None for all that are added up."""
         leaves = self.parameters[len(self.stands) :]
         self.starts = [*(s.edge for s in (*self.sources, *self.stands)), *map(get_gradient_edge, leaves)]
         ways = {start.node: list[Way]() for start in self.starts} if not self.nested else {}
@@ -136,10 +140,26 @@ class Graph:
         return [edges[k][0] for i, k in enumerate(self.firsts) if i not in given]
 
 
+def _toward(end: GradientEdge, others: dict[int, GradientEdge]) -> list[tuple[int, Way | None]]:
+    """The ways from this end to others, where there are several to one and not many."""
+    ways = {(other.node, other.output_nr): list[Way]() for other in others.values()}
+    nodes = {other.node for other in others.values()}
+    for way, node in _ways([end]) if nodes else ():
+        if node in nodes:
+            ways.get((node, way.node.next_functions[way.number][1]), []).append(way)
+    found = list[tuple[int, Way | None]]()
+    for k, other in others.items():
+        found += [(k, way) for way in _few_in_order(ways[other.node, other.output_nr], 0)] or [(k, None)]
+    return found
+
+
 def _in_order(ways: Sequence[Way], start: Private) -> list[Way]:
     """These, if there are several and not many."""
     leaf: torch.Tensor | None = getattr(start, "variable", None)
-    nbytes: int = start.nbytes if leaf is None else leaf.numel() * leaf.element_size()
+    return _few_in_order(ways, start.nbytes if leaf is None else leaf.numel() * leaf.element_size())
+
+
+def _few_in_order(ways: Sequence[Way], nbytes: int) -> list[Way]:
     few = len(ways) <= 2 or (len(ways) <= MANY and (len(ways) - 1) * nbytes <= LARGE)
     return sorted(ways, key=lambda way: (-made_when(way.node), way.number)) if len(ways) > 1 and few else []
 

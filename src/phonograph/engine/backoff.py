@@ -181,8 +181,8 @@ class Backoff:
         if (before := _that_is_over(history)) is not None:
             refusal = before.but()
         elif broken is not None:
-            where = self._changes[broken].where if broken in self._changes else ""
-            refusal = _fickle(broken, where)
+            change = self._changes.get(broken, Change(""))
+            refusal = (_once if change.times <= 1 else _fickle)(broken, change.where)
         elif history.capture.why is not None:
             refusal = history.capture.why.plain()
         elif self.budget.why is not None:
@@ -317,6 +317,12 @@ def _fickle(name: str, where: str) -> Refusal:
     """The refusal of calls that rely on something of this name, which changes."""
     decides = name.endswith(GOES_ON)
     return Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else _BRANCHES if decides else _VARIES, where)
+
+
+def _once(name: str, where: str) -> Refusal:
+    """The refusal of calls that rely on something of this name, which has changed once, as far as is known."""
+    reason = f"{name} has changed, and what recordings have cost before is not made up for yet"
+    return Refusal(reason, 'nothing, if that is rare: after more calls it is recorded again; or keep="always"', where)
 
 
 def _that_is_over(history: History) -> Refusal | None:

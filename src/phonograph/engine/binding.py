@@ -1,13 +1,16 @@
 """A recorded function as Python has functions: bound to instances as a method, copied, pickled.
 
 Each instance has recordings of its own, in its `__dict__`: they go when it goes. A copy has none, nor has what is unpickled.
+Who saves that `__dict__`, as learning-rate schedulers do for their state, gets nothing of them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
 
@@ -29,7 +32,7 @@ class Binding:
     __call__: Callable[..., object]
 
     def __init__(self) -> None:
-        self._bound: weakref.WeakSet[Binding] = weakref.WeakSet()
+        self._bound = weakref.WeakValueDictionary[int, Binding]()  # by the instance, to which it refers
         self._made_for: Binding | None = None  # the method of which this is one instance's own
         self._place = f"_phonograph_{self.name}_{identity(self):x}"
 
@@ -47,16 +50,38 @@ class Binding:
         kept = getattr(instance, "__dict__", None)
         if kept is None or isinstance(instance, type):
             return MethodType(self, instance)  # with __slots__, or a class: an argument like any other
-        mine = kept.get(self._place)
-        if not isinstance(mine, Binding) or mine._made_for is not self or mine._instance() is not instance:
+        found = kept.get(self._place)
+        mine = found.method if type(found) is _Kept else None
+        if mine is None or mine._made_for is not self or mine._instance() is not instance:
             if torch.compiler.is_dynamo_compiling():
                 return _plain_method(self, instance)
-            f = self._function
-            method = f.bound(instance) if isinstance(f, Unrolled) else MethodType(f, instance)
-            mine = kept[self._place] = self._kind(method, self.options)
-            mine._made_for = self
-            self._bound.add(mine)
+            mine = self._bound.get(identity(instance))  # where its `__dict__` was written since, with a state that was saved
+            if mine is None:
+                mine = self._bind(instance)
+            kept[self._place] = _Kept(mine)
         return mine
+
+    def _bind(self, instance: object) -> Binding:
+        f = self._function
+        mine = self._kind(f.bound(instance) if isinstance(f, Unrolled) else MethodType(f, instance), self.options)
+        mine._made_for = self
+        self._bound[identity(instance)] = mine
+        return mine
+
+    @property
+    def __func__(self) -> Callable[..., object]:
+        """Of a method that was bound when it was recorded, what binds anew: to the same instance, it is this one. (By that
+        learning-rate schedulers wrap ``optimizer.step``.)"""
+        method = self._function
+        if not isinstance(method, MethodType):
+            raise AttributeError(f"{self!r} has no attribute '__func__', as it is no method of an instance")
+
+        @functools.wraps(method)
+        def unbound(instance: object, *args: object, **kwargs: object) -> object:
+            f = self if instance is method.__self__ else MethodType(method.__func__, instance)
+            return f(*args, **kwargs)
+
+        return unbound
 
     def _instance(self) -> object:
         return getattr(self._function, "__self__", None)
@@ -86,6 +111,23 @@ class Binding:
         for part in getattr(self, "__qualname__", "").split("."):
             found = getattr(found, part, None)
         return found is self
+
+
+class _Kept:
+    """An instance's method in its `__dict__`. The method itself is pickled with its instance; this is not, and becomes what
+    ``torch.load(weights_only=True)`` takes."""
+
+    __slots__ = ("method",)
+
+    def __init__(self, method: Binding) -> None:
+        self.method = method
+
+    def reached(self) -> tuple[object, ...]:
+        """Objects that it can reach."""
+        return (self.method,)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (OrderedDict, ())
 
 
 def _plain_method(recorded: Binding, instance: object) -> Callable[..., object]:

@@ -131,7 +131,7 @@ class Parts(Binding, Observed):
     @property
     def _instances(self) -> list[Parts]:
         """Instances' own, if this is a method."""
-        return [one for one in list(self._bound) if isinstance(one, Parts)]
+        return [one for one in list(self._bound.values()) if isinstance(one, Parts)]
 
     def stats(self) -> Stats:
         self._tidy()

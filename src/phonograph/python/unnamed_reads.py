@@ -28,6 +28,8 @@ HARMLESS = frozenset(file for name in (
     "traceback", "types", "typing", "warnings", "weakref", "_weakrefset",
     "numpy._core.fromnumeric", "numpy._core._methods", "numpy.core.fromnumeric", "numpy.core._methods")
     for file in (str(getattr(sys.modules.get(name), "__file__", "")), f"<frozen {name}>"))  # fmt: skip
+# Those of `dataclasses` hand on what is in one.
+_OF_DATACLASSES = frozenset({"is_dataclass", "_is_dataclass_instance", "fields", "replace", "_replace"})
 _WRITTEN_BY_DATACLASS = "__create_fn__.<locals>."
 _SEES_ATTRIBUTES = frozenset({"__getattribute__", "__getattr__", "__setattr__"})
 
@@ -40,9 +42,10 @@ def goes_through_objects(code: CodeType) -> bool:
 
 def is_harmless(code: CodeType) -> bool:
     """Whether this is code of the standard library's that learns nothing of a number: it hands it on, or asks of which class it
-    is only to find that it is no dataclass. (Before Python 3.11 code does not tell who has written it.)"""
+    is only to find whether it is a dataclass. (Before Python 3.11 code does not tell who has written it.)"""
     written = code.co_filename == "<string>" and getattr(code, "co_qualname", "").startswith(_WRITTEN_BY_DATACLASS)
-    return written or code.co_filename in HARMLESS or code is dataclasses.is_dataclass.__code__
+    hands_on = code.co_filename == dataclasses.__file__ and code.co_name in _OF_DATACLASSES
+    return written or hands_on or code.co_filename in HARMLESS
 
 
 def reads_any_of(ran: Iterable[tuple[CodeType, dict[str, object]]]) -> tuple[type, ...]:

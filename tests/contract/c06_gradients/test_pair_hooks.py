@@ -220,6 +220,50 @@ def test_c06_the_gradient_of_one_result_with_respect_to_another(device, look):
     assert pg.stats(both.recorded).replayed == 4
 
 
+class Losses(nn.Module):
+    """Each result uses some of those before it, and several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        z = self.encoder(x)
+        y = self.decoder(z)
+        return {"loss": F.mse_loss(y, x) + z.exp().mean(), "penalty": z.square().mean() + z.abs().sum() / 7, "z": z, "y": y}
+
+
+def retained_and_used_often(out):
+    out["z"].retain_grad()
+    (loss(out, "loss", "penalty") + out["z"].sin().sum() + out["z"].cos().sum()).backward()
+    return out["z"].grad
+
+
+def retained_alone(out):
+    out["z"].retain_grad()
+    (out["loss"] + 0.1 * out["z"].sum()).backward()
+    return out["z"].grad
+
+
+def asked_for_and_used(out):
+    return torch.autograd.grad(out["loss"] + out["penalty"] + out["z"].sin().sum(), out["z"])
+
+
+@pytest.mark.parametrize("look", [retained_and_used_often, retained_alone, asked_for_and_used])
+def test_c06_a_gradient_that_is_looked_at_is_added_up_in_eagers_order(device, look):
+    """From what was made last to what was made first, outside of the call and inside."""
+    torch.manual_seed(0)
+    both = Both(Losses().to(device))
+    for _ in range(8):
+        x = torch.randn(5, 4, device=device)
+        found = []
+        for module in both:
+            module.zero_grad()
+            found.append((look(module(x)), grads(module)))
+        assert_same(*found)
+    assert pg.stats(both.recorded).replayed == 7
+
+
 class Sliced(nn.Module):
     """Makes a list of modules in each call, of which phonograph hears as of other changes to modules."""
 

@@ -224,3 +224,27 @@ def test_c07_numbers_read_from_an_arguments_storage():
     f = pg.record(lambda x: x * x.untyped_storage()[0], warmup=1)
     for n in range(5):
         assert f(torch.tensor([n, 1], dtype=torch.uint8)).tolist() == [n * n, n]
+
+
+@dataclasses.dataclass
+class TrainState:
+    """As functional programs carry it from step to step."""
+
+    step: int
+    average: torch.Tensor
+    best: float = 9.0
+
+
+def test_c09_a_count_is_followed_in_a_dataclass_of_which_each_step_makes_another(device):
+    def step(state, x):
+        average = 0.9 * state.average + 0.1 * x / (state.step + 1)
+        return dataclasses.replace(state, step=state.step + 1, average=average)
+
+    recorded = pg.record(step)
+    ours = theirs = TrainState(0, torch.zeros(3, device=device))
+    for n in range(12):
+        x = ramp(device, 3) + n
+        ours, theirs = recorded(ours, x), step(theirs, x)
+        assert_same(ours, theirs)
+    assert pg.stats(recorded).recorded == 1, pg.explain(recorded)
+    assert pg.stats(recorded).replayed >= 8

@@ -2,7 +2,10 @@
 
 import copy
 import inspect
+import io
 import pickle
+import threading
+import warnings
 
 import pytest
 import torch
@@ -129,6 +132,51 @@ def test_c16_a_copy_of_what_keeps_a_recorded_method(device, copies):
     assert pg.stats(other.kept).replayed
 
 
+class Average:
+    """Saves its `__dict__` as its state, as learning-rate schedulers do, but for what cannot be saved."""
+
+    def __init__(self, device):
+        self.mean, self.count = torch.zeros(3, device=device), 0
+        self.lock = threading.Lock()
+
+    @pg.record
+    def update(self, x):
+        self.count += 1
+        self.mean = self.mean + (x - self.mean) / self.count
+
+    def state_dict(self):
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+def through_a_file(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("saved", [through_a_file, copy.deepcopy, pickled])
+def test_c16_a_state_of_all_attributes_has_nothing_of_a_recorded_method(device, saved):
+    one, other = Average(device), Average(device)
+    for i in range(5):
+        one.update(ramp(device, 3) + i)
+    state = saved(one.state_dict())
+    recorded = pg.stats(one.update).recorded
+    one.update(ramp(device, 3) + 9)
+    for each in (one, other):
+        each.load_state_dict(state)
+        assert each.count == 5
+        for i in range(5):
+            each.update(ramp(device, 3) * i)
+        assert each.update is each.update
+    assert_same((one.mean, one.count), (other.mean, other.count))
+    assert one.count == 10
+    assert pg.stats(one.update).recorded == recorded, "its recordings outlive that its state is loaded"
+
+
 def test_c16_a_recorded_forward_of_a_module_class(device):
     class Net(torch.nn.Module):
         def __init__(self, k):
@@ -150,3 +198,38 @@ def test_c16_a_recorded_forward_of_a_module_class(device):
     for _ in range(4):
         x = torch.randn(2, 3, device=device)
         assert_same(copied(x), copied.linear.bias.expand(2, 3) * 2 + torch.zeros(2, 3, device=device))
+
+
+@pytest.mark.parametrize("first", ["the step is recorded", "the scheduler is made"])
+def test_c16_a_recorded_step_of_an_optimizer_with_a_scheduler(device, first):
+    """A scheduler wraps the optimizer's step as a method."""
+
+    def run(record):
+        weight = torch.nn.Parameter(ramp(device, 3))
+        weight.grad = torch.zeros_like(weight)
+        optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+        if first == "the step is recorded":
+            step = optimizer.step = record(optimizer.step)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+        else:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+            step = optimizer.step = record(optimizer.step)
+        for i in range(9):
+            weight.grad.copy_(ramp(device, 3) * i)
+            optimizer.step()
+            schedule.step()
+        return step, [weight.detach(), optimizer.state_dict(), schedule.state_dict()]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the scheduler says so where it has not seen a step
+        (recorded, ours), (_, theirs) = run(pg.record), run(lambda f: f)
+    assert_same(ours, theirs)
+    assert pg.stats(recorded).replayed >= 7, pg.explain(recorded)
+
+
+def test_c16_a_recorded_method_is_bound_anew_as_a_method_is(device):
+    one, other = Average(device), Average(device)
+    recorded = pg.record(one.state_dict)
+    recorded.__func__(one), recorded.__func__.__get__(other)()
+    assert pg.stats(recorded).calls == 1
+    assert not hasattr(pg.record(ramp), "__func__")
