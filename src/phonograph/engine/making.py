@@ -108,6 +108,8 @@ class Maker:
         """A recording of this call, on the shelf; `blocked`: so many others cannot be played, because of what is held. It may
         have to keep `apart` from those. An exception in `unplayed` takes it back."""
         with Contained("made a recording"), uncollected():
+            for whole in history.capture.wholes - history.live.notes.wholes:
+                raise Unseen(f"runs {whole.name()} live, which was not seen to run there", "call it in every call", final=False)
             reach = self._describer.reach(call)
             if self._describer.recurring.stands_any((*call.containers, *call.tensors)):
                 raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
@@ -277,7 +279,7 @@ class Maker:
             reach = self._describer.reach(call)
         history.live.notes = Notes(history.capture.split, reach, self._describer.marked, diverged.done,
                                    decisive=history.capture.decisive, arrived=diverged.arrived,
-                                   wholes=history.capture.wholes)  # fmt: skip
+                                   wholes=done_whole(diverged) if diverged.done else history.capture.wholes)  # fmt: skip
         if not wider:
             self._backoff.diverges(history, diverged, reach)
 
@@ -310,6 +312,8 @@ class Maker:
         """Whether the module around what is refused runs live as a whole from now on. (Not the recorded one: there is
         nothing beside it.)"""
         capture, module, refusal.around = history.capture, refusal.around, None
+        if any(whole.keeps() is module for whole in capture.wholes):
+            return False
         if module is None or module is getattr(self._function, "__self__", None) or len(capture.wholes) >= _WHOLES:
             return False
         capture.wholes, self._describer.marked = capture.wholes | {Whole(module)}, True
@@ -326,6 +330,11 @@ class Maker:
         self._describer.marked = True
         history.on_approval(refusal.plain())
         self._backoff.cuts = history.capture
+
+
+def done_whole(diverged: Diverged) -> frozenset[Whole]:
+    """The modules that have run as a whole in a call, which begins again. (Those around them would run them once more.)"""
+    return frozenset(one.marked for one in diverged.done if isinstance(one.marked, Whole))
 
 
 @contextmanager

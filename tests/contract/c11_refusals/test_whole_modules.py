@@ -400,3 +400,25 @@ def test_c11_a_module_that_is_all_that_is_recorded_is_not_run_between_segments(d
             net(*short(device, n))
     assert pg.stats(net).replayed == 0
     assert f"{inner.__name__}.forward" not in pg.explain(net)
+
+
+class Around(nn.Module):
+    """Such a module within another one, in which a size changes after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.says = Says()
+
+    def forward(self, x, mask):
+        y = self.says(x, mask)
+        return y + y[mask].cumsum(0).sum(0) + random_column(y)
+
+
+@may_run_live
+def test_c12_what_has_run_whole_does_not_run_twice_where_it_is_to_be_part_of_another_one(device, capsys):
+    both = side_by_side(lambda: evaluation(device, Around), keep="always")
+    for n in range(16):
+        both(*short(device, n))
+        assert capsys.readouterr().out == "here\nhere\n"
+    assert "live between its segments: Around.forward" in pg.explain(both.recorded)
+    assert counts(both)[2] >= 8, reasons(both)
