@@ -107,6 +107,8 @@ class Refusal(Exception):
     """Where numbers lie, and their names: they stand in the way, and the next capture follows them."""
     of_values = False
     """Whether code looks at what a tensor holds, or has a shape that depends on it."""
+    around: Any = None
+    """The module around what cannot run between two segments, and which itself could."""
     cutting = False
     """Whether it stands in the way of cutting the call into segments, or of handing on numbers."""
 
@@ -151,7 +153,7 @@ class Refusal(Exception):
 
     def drop_references(self) -> None:
         """Refer to no frame any more: a refusal is kept, and must not keep the arguments of the call alive."""
-        self.__traceback__ = self.__cause__ = self.__context__ = self.reach = self.decided = None
+        self.__traceback__ = self.__cause__ = self.__context__ = self.reach = self.decided = self.around = None
         self.places = self.counts = ()
 
 

@@ -92,7 +92,8 @@ def _refusal(call: Call, steps: Steps, shapes: dict[int, torch.Size], naming: Na
     for i, d in steps:
         first = 1 << max(3, shapes[i][d].bit_length())
         dims.setdefault(names[i], {})[d] = [first << n for n in range(_SIZES)]
-    return Refusal(reason, f"pad to a few sizes: shapes={_line(dims)}, if what is padded changes no other result", users_line())
+    remedy = f"pad to a few sizes before the call, or by shapes={_line(dims)} where no gradients are taken and what is padded "
+    return Refusal(reason, f"{remedy}changes no other result", users_line())
 
 
 def _line(dims: dict[str, dict[int, list[int]]]) -> str:

@@ -27,6 +27,10 @@ class Marked:
         self.function = function
         self.run: object = None  # what `pg.live` has made of it
 
+    def keeps(self) -> object:
+        """What a recording has to keep alive for it."""
+        return self.function
+
     def name(self) -> str:
         f: object = self.function
         while isinstance(f, partial):

@@ -47,6 +47,8 @@ class Break:
     changed_grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
     """Gradients that the call has given to parameters before the operator. They are seen where it raises."""
     remedy = "use what gives a fixed shape, or call it outside"
+    around: Callable[[], Thing] | None = None
+    """Gives the module in which it is, if that could run live as a whole."""
     caught = False
     """Whether the call begins again where it raises: code may catch that, or see what the call has done before it."""
 
@@ -173,6 +175,7 @@ class MarkedBreak(Break):
                  grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]], keeps: Set[int],
                  rewritten: Sequence[list[bool]], numbers: Sequence[int] = ()) -> None:  # fmt: skip
         super().__init__(form, shape, leaves, where)
+        self._kept = form.operator.keeps()  # type: ignore[union-attr]
         self._numbers = numbers
         self._historied = historied
         self.grads = grads

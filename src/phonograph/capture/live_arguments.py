@@ -96,8 +96,8 @@ class Given:
         new = [x for x in leaves if isinstance(x, torch.Tensor) and identity(x) not in theirs and has_memory(x)]
         made = [c for c in containers(box[0]) if identity(c) not in theirs]
         del leaves
-        alone = _soon(lambda: all(_owners(new, i) == _ALONE for i in range(len(new))))
-        alone = alone and all(sys.getrefcount(made[i]) == _ALONE[0] for i in range(len(made)))
+        alone = _soon(lambda: all(_all_owners(new, i) in _ALONE for i in range(len(new))))
+        alone = alone and all(sys.getrefcount(made[i]) == _ALONE[0][0][0] for i in range(len(made)))
         alone = alone and all(t.untyped_storage().resizable() for t in new)  # else the memory is an array's, say
         found = [HISTORY] if any(t.requires_grad for t in new) else []
         found += ["returns a tensor with attributes of its own"] if any(map(attributes, new)) else []
@@ -142,6 +142,17 @@ def _returned(box: list[object]) -> Counter[int]:
     return Counter([*map(identity, leaves), *map(identity, containers(box[0]))])
 
 
-_two = [[torch.empty(1)], [torch.empty(1)]]
-_two[0][0] = _two[1][0]
-_ALONE = _owners(_two[0], 0)  # of what two containers have: the result, and a list here
+def _owners_of_base(t: torch.Tensor) -> tuple[int, ...]:
+    """References, and weak ones, to the tensor that this is a view of; and whether it is a part of that only."""
+    if (base := t._base) is None:
+        return ()
+    return sys.getrefcount(base), weakref.getweakrefcount(base), t.nbytes != t.untyped_storage().nbytes()
+
+
+def _all_owners(tensors: Sequence[torch.Tensor], i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return _owners(tensors, i), _owners_of_base(tensors[i])
+
+
+_two = [[torch.empty(1), torch.empty(1).view(1)], list[torch.Tensor]()]
+_two[1][:] = _two[0]
+_ALONE = [_all_owners(_two[0], i) for i in range(2)]  # of what two containers have: the result, and a list here

@@ -39,6 +39,7 @@ from ..values.pytree_nodes import Node
 from ..values.tensor_subclasses import storages
 from .arrivals import Arrived
 from .live_arguments import Given, plain
+from .whole_modules import Whole, in_place_of
 
 __all__ = ["SHARES", "Form", "Meta", "Notes", "form_of", "noted_here", "noting", "sizes_of"]
 
@@ -148,11 +149,14 @@ class Notes:
     """The forms of these operators in a live call, and of `marked` functions, and the values of their results on the CPU.
     `reach` is what the function can reach: what changes something of that, besides giving its result, cannot run between
     segments. `done` is what marked functions have done in this call already, and `arrived` what collectives have brought.
-    Hyper-parameters may be set, which the next segment follows; but where that has gone wrong, `strict`."""
+    Hyper-parameters may be set, which the next segment follows; but where that has gone wrong, `strict`. `wholes` are modules
+    that run as marked functions do."""
 
     def __init__(self, operators: Set[OpOverload], reach: Reach | None, marked: bool = False, done: Iterable[Thing] = (),
-                 strict: bool = False, decisive: Set[Site] = frozenset(), arrived: Iterable[Arrived] = ()) -> None:  # fmt: skip
+                 strict: bool = False, decisive: Set[Site] = frozenset(), arrived: Iterable[Arrived] = (),
+                 wholes: Set[Whole] = frozenset()) -> None:  # fmt: skip
         self._strict = strict
+        self.wholes = wholes
         self.decisive = decisive
         self.numbers: dict[Site, Leaves] = {}
         self.operators = operators
@@ -378,6 +382,7 @@ def noting(notes: Notes | None) -> Iterator[None]:
         with (
             one_thread() if cuts else nullcontext(),
             _Noting.within(notes) if notes is not None and looks else nullcontext(),
+            nullcontext() if notes is None else in_place_of(notes.wholes, notes.call_marked, lambda: not notes.within),
         ):
             yield
     finally:

@@ -7,9 +7,10 @@ has kept notes.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
@@ -28,6 +29,7 @@ from ..capture.arrivals import Arrivals
 from ..capture.breaks import HERE, Break, Decision, MarkedBreak
 from ..capture.dispatch import OperatorWatch
 from ..capture.live_results import Form, Meta, Notes, one_thread, threads_as_now
+from ..capture.whole_modules import Whole, in_place_of, module_around
 from ..errors import Refusal, Unseen
 from ..guards.hyperparameters import reals
 from ..guards.reachable import Reach
@@ -66,13 +68,15 @@ class Cuts:
         self._watch = watch
         self._modes: Reading = ()
         self._outside = _modes()  # without the mode that looks for followed numbers, which is off in what it calls
-        self._held: list[tuple[Holder, tuple[object, ...]]] = []
+        self._held = self._read()
+        self._held_within = self._held[:0]
         self._tensors = [(name, t, _is(t)) for name, t in reach.all_tensors] if notes is not None and notes.marked else []
         self._own = {identity(t) for _, t, _ in self._tensors}
         self._outer = outer
         self._before = 0
         self._thread = threading.get_ident()
         self._backwards: AbstractContextManager[object] = nullcontext()
+        self._asking: AbstractContextManager[object] = nullcontext()
         self._numbers: dict[Site, Iterator[object]] = {}
         self._left = 0  # how many are to come
 
@@ -88,7 +92,10 @@ class Cuts:
         self._modes = _modes()
         self._backwards = threads_as_now()
         if self._notes is not None and self._notes.cuts:
-            self._held = [(h, h.read()) for h in self._reach.holders if h.dial is None]
+            asking = in_place_of(self._notes.wholes, self._whole)
+            asking.__enter__()
+            self._asking = asking
+            self._held_within = self._read()
             one_thread()
         if self._notes is not None:
             self._watch.split, self._watch.cutting = self._notes.operators, self.cut
@@ -104,6 +111,7 @@ class Cuts:
 
     def _undo(self) -> None:
         Cuts.now[:] = [one for one in Cuts.now if one is not self]
+        self._asking.__exit__(None, None, None)
         if threading.get_ident() == self._thread:  # of which it is a setting
             self._backwards.__exit__(None, None, None)
         self._watch.split, self._watch.decisive = frozenset(), frozenset()
@@ -154,7 +162,7 @@ class Cuts:
             part = MarkedBreak(form, shape, given, users_line(), historied, self._grads(runs), keeps, rewritten, [*numbers])
         else:
             part = Break(form, shape, given, users_line(), watch.casts.within(operators.meaning(operator)))
-            part.changed_grads, part.caught = self._changed_grads(), caught
+            part.changed_grads, part.caught, part.around = self._changed_grads(), caught, self._around()
         part.said = said
         arrived = self._arrived(part, runs)
         new = [(m, v) for m, v in zip(form.results, values, strict=True) if isinstance(m, Meta)]
@@ -163,6 +171,13 @@ class Cuts:
         )
         found = [next(made) if isinstance(m, Meta) else None if m is None else leaves[m] for m in form.results]
         return unflatten(form.shape, iter(found))
+
+    def _whole(self, module: Whole, args: Args, kwargs: Kwargs) -> object:
+        """End a segment at a module that runs live as a whole. Returns what stands for its result."""
+        try:
+            return self.cut(module, args, kwargs)
+        except Refusal as refusal:
+            raise self._watch.located(refusal) from None
 
     def decide(self, t: torch.Tensor, site: Site) -> object:
         """End a segment, because the call goes on by the number in this tensor. Returns what it was in the live call before.
@@ -175,7 +190,7 @@ class Cuts:
             with _cutting():
                 self._may_cut(runs)
                 part = Decision(number, source_of(READS_NUMBER.name()), users_line())
-                part.remedy = self._watch.advice() or part.remedy
+                part.remedy, part.around = self._watch.advice() or part.remedy, self._around()
                 self._watch.interrupt(part, str(part), [t.detach(), *self._arrived(part, runs)], [], [])
             return number
         raise self._watch.located(Unseen(f"{runs}, and did not read it before", "read it in every call", final=False))
@@ -192,7 +207,7 @@ class Cuts:
             self._may_cut(_GOES_BY)
             work_out, dials = worked_out([formula], reads), self._watch.dials
             part = Decision(now, said, where, work_out, lambda: dials.values if dials else ())
-            part.remedy = self._watch.advice() or part.remedy
+            part.remedy, part.around = self._watch.advice() or part.remedy, self._around()
             tensors = [t.detach() for t in reads.values()]
             self._watch.interrupt(part, str(part), [*tensors, *self._arrived(part, _GOES_BY)], [], [])
 
@@ -236,7 +251,7 @@ class Cuts:
         if watch.forked() or (caught and any_kind):
             raise Refusal(f"{runs}, and an except or finally clause or a context manager of yours is around it",
                           "let the exception out, and catch it around the call")  # fmt: skip
-        others = changed(self._held)
+        others = self._others()
         if others and any_kind:
             raise Refusal(f"{runs} while {others[0]} is another than before the call", "change it before the call")
         (autocast, *now), (before, *then), (_, *outside) = _modes(), self._modes, self._outside
@@ -245,12 +260,28 @@ class Cuts:
             raise Refusal(f"{runs} where a mode is another than outside (autocast, inference_mode)", "call it outside of that")
         return caught or bool(others)
 
+    def _read(self) -> list[tuple[Holder, tuple[object, ...]]]:
+        """What stands in places outside, if there may be cuts."""
+        cuts = self._notes is not None and self._notes.cuts
+        return [(h, h.read()) for h in self._reach.holders if h.dial is None] if cuts else []
+
+    def _others(self) -> list[str]:
+        """The names of the places outside where the call has put something else. (What stands there to follow numbers goes in
+        the midst of a call.)"""
+        within = changed(self._held_within)
+        return [*filter({*changed(self._held)}.__contains__, within)] if within else []
+
     def _may_cut(self, runs: str) -> None:
         """Whether the call may be cut here."""
         if threading.get_ident() != self._thread:
             raise Refusal(f"{runs} in another thread", "call it in the one that calls the recorded function")
         if sum(s.nbytes() for s in self._watch.changed()) > UNDONE:
             raise Refusal(f"{runs}, after much of its state was written", "call it before, or outside")
+
+    def _around(self) -> Callable[[], torch.nn.Module | None] | None:
+        """The module in which the call is cut, if that could run live as a whole. (A recording does not keep it.)"""
+        module = module_around(sys._getframe(2), self._notes.wholes if self._notes is not None else ())
+        return None if module is None else weakref.ref(module)
 
     def _arrived(self, part: Break, runs: str) -> list[torch.Tensor]:
         """Copies of what other ranks have sent so far, which a call that begins again after this is given."""
@@ -314,7 +345,9 @@ class Cuts:
             raise Unseen(f"{runs}, which was not seen to run there", "call it in every call", final=False)
         form = self._notes.forms[i]
         if form.objection:
-            raise Refusal(f"{runs}, which {form.objection}", _instead(operator))
+            refusal = Refusal(f"{runs}, which {form.objection}", _instead(operator))
+            refusal.around = module_around(sys._getframe(1), self._notes.wholes)
+            raise refusal
         return form, self._notes.values[i]
 
     def _passable(self, x: object, runs: str, marked: bool) -> None:

@@ -61,6 +61,7 @@ class Diverged(TakenBack):
         remedy = "do the same in each call" if done else live.remedy
         super().__init__(f"{live.said} {did}", remedy, live.where, this_call=True)
         self.said = live.said
+        self.around = live.around() if live.around is not None else None
         self.done = done
         self.arrived = [(name, [t.detach().to("cpu", copy=True) for t in tensors]) for name, tensors in live.arrived]
         self.torn = torn and _TORN.format(live.said, torn, live.where)

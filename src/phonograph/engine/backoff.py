@@ -37,6 +37,7 @@ CHANGES = 8  # recordings that one signature may outgrow because something outsi
 FORGIVEN = 40  # ...where each is forgotten after so many replays: many do something every 50 or 100 steps
 FIRST_WAIT = 64  # live calls after which such a signature is tried again, the first time
 UNLUCKY = 4  # replays in turn that another number ends, before that is taken for the rule
+UNSTEADY = 2  # replays in turn that another shape ends, likewise
 STANDING = 4  # refusals of one signature that each stand while their grounds hold: in training, with another flag...
 GROUNDS = 64  # refusals of one function that have grounds: to look at them takes time
 UNSETTLED = 4  # forwards that gave way to others, in a loop that settles: a few in the first steps
@@ -208,6 +209,12 @@ class Backoff:
         divergence.loses = self._loses(history, key)
         if not diverged.decided or divergence.in_turn >= UNLUCKY or divergence.loses:
             self._shelf.drop(key, lambda player: player.recording.live_parts)
+
+    def unsteady(self, history: History, diverged: Diverged) -> bool:
+        """Whether what ends replays is another in nearly each call. (A shape that is so only once ends the next one, too.)"""
+        if diverged.decided:
+            return history.divergence.in_turn >= UNLUCKY
+        return history.divergence.in_turn > UNSTEADY or not self._counters.replayed
 
     def _loses(self, history: History, key: Key) -> bool:
         """Whether replays that could not go on have cost more than the others have saved."""

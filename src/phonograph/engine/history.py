@@ -10,6 +10,7 @@ import torch
 
 from .._torch.operators import OpOverload
 from ..capture.live_results import Notes
+from ..capture.whole_modules import Whole
 from ..errors import Refusal
 from ..values.host_scalars import Site
 from .budget import Unpaid
@@ -79,6 +80,8 @@ class CaptureTerms:
     """Operators that run live between segments."""
     decisive: frozenset[Site] = frozenset()
     """Sites where numbers are read by which the call goes on."""
+    wholes: frozenset[Whole] = frozenset()
+    """Modules that run live as a whole between segments."""
     why: Refusal | None = None
     """Refusal of the uncut call, if `fallback="auto"` cuts it."""
     attached: bool = False
@@ -90,7 +93,7 @@ class CaptureTerms:
 
     def cut_as(self, other: CaptureTerms) -> None:
         """Begin with the cuts of another signature."""
-        self.split, self.decisive, self.why = other.split, other.decisive, other.why
+        self.split, self.decisive, self.wholes, self.why = other.split, other.decisive, other.wholes, other.why
 
 
 @dataclass(slots=True)

@@ -103,7 +103,7 @@ class LiveRun:
         """Hears what live parts give."""
         capture, marked = self._history.capture, self._describer.marked
         return Notes(capture.split, reach if capture.split or marked else None, marked,
-                     strict=self._history.divergence.torn, decisive=capture.decisive)  # fmt: skip
+                     strict=self._history.divergence.torn, decisive=capture.decisive, wholes=capture.wholes)  # fmt: skip
 
     def follow(self, result: object, *, attaches: bool, stop: Callable[[Refusal], None]) -> None:
         """Hear of the backward of the `result`. `attaches`: one will run outside, if the arguments have no gradients. `stop` is

@@ -24,6 +24,7 @@ from ..call.signature import Call
 from ..capture.digest import Digest
 from ..capture.live_results import Notes
 from ..capture.recording import Entangled, Recording
+from ..capture.whole_modules import Whole
 from ..devices import device_for
 from ..devices.base import Device
 from ..devices.cuts import Unmarked
@@ -55,6 +56,7 @@ __all__ = ["BackwardKind", "Maker", "Stops", "loses_overlap"]
 _MOVES = 3  # recordings because gradients lay elsewhere, after which they are fed; some loops settle with as many
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more...
 _NEW = 64  # ...and which was like none before
+_WHOLES = 8  # modules that run live as a whole
 _DECISIVE = 8  # places where a call may read numbers by which it goes on
 _OTHER_CODE, _CALL_THE_SAME = "runs other code each time it is looked at", f"call the same in each call, {MARKED}"
 _ONLY_CAPTURED = Refusal("has a backward that is to run live (override_cudagraphs), of attention that draws random numbers, "
@@ -106,6 +108,8 @@ class Maker:
         """A recording of this call, on the shelf; `blocked`: so many others cannot be played, because of what is held. It may
         have to keep `apart` from those. An exception in `unplayed` takes it back."""
         with Contained("made a recording"), uncollected():
+            for whole in history.capture.wholes - history.live.notes.wholes:
+                raise Unseen(f"runs {whole.name()} live, which was not seen to run there", "call it in every call", final=False)
             reach = self._describer.reach(call)
             if self._describer.recurring.stands_any((*call.containers, *call.tensors)):
                 raise Unseen("gets an object that it can reach by another name as well", "call it again", this_call=True)
@@ -268,12 +272,16 @@ class Maker:
         history = diverged.history = self._backoff.history(call.key)
         diverged.told = history.capture.why is None  # else it costs less than the others bring
         self._backoff.diverged(history, call.key, diverged, seconds)
+        wider = self._backoff.unsteady(history, diverged) and self._cuts and self._runs_whole(diverged, history)
+        diverged.around = None
         reach = None
         with suppress(Refusal), Contained("looked at what the function can reach"):
             reach = self._describer.reach(call)
         history.live.notes = Notes(history.capture.split, reach, self._describer.marked, diverged.done,
-                                   decisive=history.capture.decisive, arrived=diverged.arrived)  # fmt: skip
-        self._backoff.diverges(history, diverged, reach)
+                                   decisive=history.capture.decisive, arrived=diverged.arrived,
+                                   wholes=done_whole(diverged) if diverged.done else history.capture.wholes)  # fmt: skip
+        if not wider:
+            self._backoff.diverges(history, diverged, reach)
 
     def learns(self, refusal: Refusal, history: History, call: Call) -> bool:
         """Whether the next capture can go another way, and needs a live call before: to know what an operator gives that runs
@@ -289,6 +297,8 @@ class Maker:
             capture.decisive |= {refusal.site}
         elif self._cuts and refusal.operator not in capture.split and self._may_run_live(refusal, history):
             capture.split |= {refusal.operator}
+        elif self._cuts and self._runs_whole(refusal, history):
+            pass
         elif isinstance(refusal, Unmarked) and not describer.marked:
             describer.marked = True
         else:
@@ -296,6 +306,17 @@ class Maker:
         if self._on_its_own and not isinstance(refusal, (Elsewhere, Unmarked)):
             self._cut(refusal, history)
         history.begin_again(refusal)
+        return True
+
+    def _runs_whole(self, refusal: Refusal, history: History) -> bool:
+        """Whether the module around what is refused runs live as a whole from now on. (Not the recorded one: there is
+        nothing beside it.)"""
+        capture, module, refusal.around = history.capture, refusal.around, None
+        if any(whole.keeps() is module for whole in capture.wholes):
+            return False
+        if module is None or module is getattr(self._function, "__self__", None) or len(capture.wholes) >= _WHOLES:
+            return False
+        capture.wholes, self._describer.marked = capture.wholes | {Whole(module)}, True
         return True
 
     def _may_run_live(self, refusal: Refusal, history: History) -> bool:
@@ -309,6 +330,11 @@ class Maker:
         self._describer.marked = True
         history.on_approval(refusal.plain())
         self._backoff.cuts = history.capture
+
+
+def done_whole(diverged: Diverged) -> frozenset[Whole]:
+    """The modules that have run as a whole in a call, which begins again. (Those around them would run them once more.)"""
+    return frozenset(one.marked for one in diverged.done if isinstance(one.marked, Whole))
 
 
 @contextmanager

@@ -87,6 +87,7 @@ _UNCALLED = frozenset({"__module__", "__qualname__", "__doc__", "__dict__", "__w
                        "__annotate__", "__annotations_cache__", "__annotate_func__", "__orig_bases__", "__parameters__",
                        "__abstractmethods__", "_abc_impl", "__match_args__", "__dataclass_fields__", "__dataclass_params__",
                        "__firstlineno__", "__static_attributes__", "__type_params__"})  # fmt: skip
+_GATED = ("__getattribute__", "forward")  # where something may stand in a class for the time of a call
 # What Python keeps in a class once an object of it is copied or pickled (as results are, by us), or its annotations are read.
 _KEPT_BY_PYTHON = frozenset({"__slotnames__", "__annotations_cache__"})
 
@@ -708,7 +709,7 @@ class Reach(Objects):
 
         def read() -> Reading:
             own: Thing = space
-            if not left_out.isdisjoint(own) or behind_gate(gate := own.get("__getattribute__")) is not gate:
+            if not left_out.isdisjoint(own) or any(behind_gate(gate := own.get(name)) is not gate for name in _GATED):
                 now = {n: behind_gate(v) for n, v in own.items() if n not in left_out}
                 own = {n: v for n, v in now.items() if v is not MISSING}
             return (len(own), *own, *own.values())

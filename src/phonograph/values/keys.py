@@ -79,6 +79,7 @@ def class_of(value: object) -> str:
 
 
 _FOR_CLASS = {
+    "torch.utils.data.dataloader": "record what is done with one batch, and loop over the batches outside",
     "numpy": "pass a tensor: torch.from_numpy(array), moved to the device",
     "transformers.cache_utils": "let the model make no cache (use_cache=False), or pass its tensors",
 }

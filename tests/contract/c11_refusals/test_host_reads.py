@@ -82,6 +82,29 @@ def test_c11_an_array_as_an_argument(device):
 
 
 @may_run_live
+def test_c11_a_loader_as_an_argument(device):
+    """The loop goes outside, as the reason says."""
+    rows = ramp(device, 6, 2)
+
+    def step(x, total):
+        return total + x.sin().sum()
+
+    def epoch(loader, step):
+        total = torch.zeros((), device=device)
+        for x in loader:
+            total = step(x, total)
+        return total
+
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    whole, one = pg.record(lambda loader: epoch(loader, step)), pg.record(step)
+    for _ in range(3):
+        assert_same(whole(loader), epoch(loader, step))
+        assert_same(epoch(loader, one), epoch(loader, step))
+    assert "record what is done with one batch, and loop over the batches outside" in reasons(whole)
+    assert pg.stats(one).replayed >= 7
+
+
+@may_run_live
 def test_c11_a_constant_that_is_copied_from_the_host(device):
     f = pg.record(lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device), warmup=0)
     for n in range(4):

@@ -158,6 +158,44 @@ def test_c05_it_keeps_what_it_is_given(device):
     assert len(both.state) == 12
 
 
+@pytest.mark.parametrize("view", [lambda y: y.view(3, 2), torch.t, lambda y: y.flatten()[:]])
+def test_c05_it_gives_a_view_of_all_of_a_tensor(device, view):
+    """Nobody else has that."""
+
+    def make():
+        @pg.live
+        def give(x):
+            return view(x.view(2, 3) + 1)
+
+        def function(x):
+            y = give(x * 2)
+            y.add_(1)
+            return y * 3, y
+
+        return function
+
+    both = split(make, hold=True)
+    run(both, device)
+    assert_split(both)
+
+
+@may_run_live
+def test_c05_it_gives_a_view_of_what_it_keeps(device):
+    def make():
+        kept = []
+
+        @pg.live
+        def give(x):
+            kept.append(x + 1)
+            return kept[-1].view(3, 2)
+
+        return lambda x: give(x * 2).add_(1) * 3, kept
+
+    both = split(make)
+    run(both, device)
+    assert "return a clone" in reasons(both)
+
+
 @may_run_live
 @pytest.mark.parametrize("what", ["keeps", "attribute of a list", "outside", "part"])
 def test_c05_it_keeps_what_it_gives(device, what):

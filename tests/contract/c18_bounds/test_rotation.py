@@ -36,6 +36,26 @@ def test_c18_a_sequence_that_grows_by_one_is_noticed_by_the_third_call(device, w
     assert pg.stats(f).recorded == (0 if warmup else 2)
 
 
+def test_c18_sizes_that_grow_in_training_are_padded_before_the_call(device):
+    """As is recommended; `shapes=` leaves gradients alone."""
+    weight = torch.nn.Parameter(ramp(device, 64))
+
+    def step(x):
+        weight.grad = None
+        (x * weight[: x.numel()]).sin().sum().backward()
+        return weight.grad * 1
+
+    f, g, h = pg.record(step), pg.record(step, shapes={"x": {0: [16, 32]}}), pg.record(step)
+    told = said(lambda: [f(ramp(device, n)) for n in range(5, 30)])
+    assert "pad to a few sizes before the call, or by shapes=" in told[0]
+    for n in range(5, 30):
+        padded = torch.nn.functional.pad(ramp(device, n), (0, 16 - n if n <= 16 else 32 - n))
+        assert_same(h(padded), step(padded))
+        said(lambda n=n: g(ramp(device, n)))
+    assert pg.stats(h).replayed >= 20
+    assert pg.stats(g).replayed == 0
+
+
 def test_c18_the_line_that_is_recommended_helps(device):
     def generate(ids, mask):
         return (ids * mask).cumsum(1)

@@ -112,7 +112,7 @@ def tokens(i, n=8, length=6, classes=3):
     return x, torch.randint(0, classes, (n,), generator=generator)
 
 
-@first_day(told="PG101")
+@first_day(told="PG101", cut=True)
 def p10_encoder_with_padding(mended):
     net = Encoder(nested=not mended)
     opt = adam(net)

@@ -374,6 +374,12 @@ class Tape(OperatorWatch):
         for t in written:
             self.writes(t)
         if not self._begins_again():
+            if self.dials is not None:
+                self.dials.convert_no_more()
+                place = next(iter(changed(self._to_begin_with)), None)
+            if place is None and not self.caught(any_kind=False):
+                self._same = self.position() + 1
+                return
             said = f"{said} may raise depending on data"
             raise self.located(Refusal(f"{said}, while {place} is another than before the call", "change it before the call")
                                if place is not None else
