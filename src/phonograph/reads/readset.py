@@ -24,7 +24,8 @@ from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
+from torch.nn import Module
 
 from .._torch.dynamic import Reading, Table, Thing
 from .._torch.operators import OpOverload, OpOverloadPacket
@@ -172,7 +173,7 @@ class ReadSet:
                 self._functions[identity(thing.__code__)].append(thing)
         for kind in {*map(type, self._apart.values())}:
             self._class(kind, whole=False)
-            if torch.nn.Module in mro_of(kind):
+            if Module in mro_of(kind):
                 self._of_class(kind, "forward")
         for root in roots:
             self.value(root, name_of(root))
@@ -255,7 +256,7 @@ class ReadSet:
         """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
         if not alike(read.value, now):
             self.written.append(read.place)
-            tensors = [v for v in read.value if torch.Tensor in mro_of(type(v))]
+            tensors = [v for v in read.value if Tensor in mro_of(type(v))]
             self._replaced.extend(tensors)
             self.before.extend([read] if not tensors else [])
             self.reads[key] = read._replace(value=(), relied=False)
@@ -296,7 +297,7 @@ class ReadSet:
         self._kept.append(v)
         if kind is WrapperDescriptorType and v.__name__ in PAST:
             self._hold_whole()
-        elif torch.Tensor in mro_of(kind):
+        elif Tensor in mro_of(kind):
             if not self._apart:  # else tensors are looked after as well, wherever they are
                 self.note(tensor(v, path))
         elif type in mro_of(kind):
@@ -508,7 +509,7 @@ class ReadSet:
 
     def _open(self, kind: type) -> bool:
         """Whether what is read of objects of this class is heard from now on. (Of what is held in bulk nothing need be.)"""
-        apart = kind in _UNCHANGING or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
+        apart = kind in _UNCHANGING or Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
         return not apart and self._gate.opens(kind)
 
     def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
