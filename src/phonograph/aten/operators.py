@@ -122,6 +122,7 @@ CASTS = frozenset(f"aten::{name}" for name in (
 """Operators that autocast does not cast, and that call some which it does."""
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
+_BOOL = torch.bool
 NO_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device})
 """Classes of what most of an operator's other arguments are: to be asked for first, for whether something is a tensor takes
 longer where it is none."""
@@ -331,7 +332,7 @@ def reaches_beside(args: Args, kwargs: dict[str, object]) -> bool:
 
 def made_integers(args: Sequence[object], out: object) -> bool:
     """Whether an operator did: its result has integers, and an argument floating-point numbers."""
-    integers = isinstance(out, Tensor) and not (out.dtype is torch.bool or out.is_floating_point() or out.is_complex())
+    integers = isinstance(out, Tensor) and not (out.dtype is _BOOL or out.is_floating_point() or out.is_complex())
     return integers and any(t.is_floating_point() or t.is_complex() for t in tensors_in(args, []))
 
 

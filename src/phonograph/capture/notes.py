@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
 
 from .._torch.dynamic import Thing
 from .._torch.tensors import has_memory
@@ -54,7 +54,7 @@ class Note:
         """What is among it besides tensors."""
         self.others = False
         """Whether some of that may hold something else."""
-        trained = torch.is_inference_mode_enabled()
+        trained = is_inference_mode_enabled()
         self.args: list[Thing] = self._of(args, known, trained)
         """The same, with looks in the places of tensors."""
         self.kwargs: dict[str, Thing] = {}
@@ -124,5 +124,5 @@ class Note:
 def kind_of(t: Tensor) -> Kind:
     """In inference mode, operators are noted whole that ask whether a gradient will be wanted, as `matmul` does."""
     dtype = t.dtype
-    trained = t.requires_grad and torch.is_inference_mode_enabled()
+    trained = t.requires_grad and is_inference_mode_enabled()
     return dtype, t.size(), t.stride(), dtype.is_complex and t.is_conj(), t.is_neg(), trained

@@ -31,6 +31,7 @@ from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Thing
 from .._torch.dynamo import not_compiled_by_itself, tells_of_compilation
 from ..python import read_gate
+from ..python.code_cache import of_code
 from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_ours
@@ -217,7 +218,7 @@ class Gate:
 
     def started(self, frame: FrameType) -> None:
         """A function starts, as somebody else has heard."""
-        if self._stands and not HEARS_STARTS and identity(frame.f_code) not in self._codes:
+        if self._stands and identity(frame.f_code) not in self._codes:
             self._starts(frame.f_code, frame)
 
     def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
@@ -332,8 +333,7 @@ class Gate:
             self._close()
             self._hearing.hears_no_more()
 
-        heard: Thing = self._profiling if self._hears_starts else nullcontext
-        starts = self._monitoring if HEARS_STARTS else heard
+        starts: Thing = (self._monitoring if HEARS_STARTS else self._profiling) if self._hears_starts else nullcontext
         with standing(undo), ended(tells_of_compilation(compiles)):
             self._module_kind = self._kind_of_modules()
             self._stands = True
@@ -409,9 +409,15 @@ def _may_open(kind: type) -> bool:
 
 
 def _as_door(function: Thing) -> Thing:
-    function.__code__ = function.__code__.replace(co_filename=DOORS_FILE)
-    not_compiled_by_itself(function.__code__)
+    function.__code__ = _code_of_door(function.__code__)
     return function
+
+
+@of_code
+def _code_of_door(code: CodeType) -> CodeType:
+    found = code.replace(co_filename=DOORS_FILE)
+    not_compiled_by_itself(found)
+    return found
 
 
 def _reader() -> FrameType | None:

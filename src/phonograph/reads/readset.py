@@ -13,7 +13,6 @@ no place leads to is referred to weakly; if it is there after the call, the call
 from __future__ import annotations
 
 import builtins
-import dis
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
 from itertools import chain
-from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, ModuleType, WrapperDescriptorType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,6 +30,7 @@ from .._torch.dynamic import Reading, Table, Thing
 from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
 from ..python.bytecode import asks_its_base, has_instruction, matches, used_in
+from ..python.code_cache import of_code
 from ..python.identity import identity
 from ..python.introspection import MISSING, functions_of, functions_with, own_dict
 from ..python.read_gate import behind_gate
@@ -67,10 +67,11 @@ __all__ = ["ReadSet"]
 _REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
 _CELLS = frozenset({"__closure__", "cell_contents"})
 _UNCHANGING = CONSTANTS | {OpOverload, OpOverloadPacket}  # objects that nobody changes
+_LIE_WITHIN = values.PURE | CONSTANTS  # objects that are nothing but a part of what has them
+_WITHIN = ("_parameters", "_buffers", "_modules")  # of a module, whose class looks there for its attributes
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
 _IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
 _ASKS = frozenset({"isinstance", "issubclass", "get_cache_token"})
-_IMPORTS_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -97,6 +98,7 @@ class ReadSet:
         """What is `apart` somebody else looks after, with all that it holds, and all tensors: of that only its classes count
         here, and what is reached through it. Somebody else may tell of starts (see `Gate`)."""
         self._apart = {identity(thing): thing for thing in apart}
+        self._of_kinds: defaultdict[type, list[Thing]] = defaultdict(list)  # what is apart, by its class
         self.stand_ins = set[int]()
         """The identities of objects that stand in for others during the call: what holds for what is apart holds for them."""
         self._hears_starts = hears_starts
@@ -171,12 +173,28 @@ class ReadSet:
         for thing in self._apart.values():
             if type(thing) is FunctionType:
                 self._functions[identity(thing.__code__)].append(thing)
-        for kind in {*map(type, self._apart.values())}:
+        for thing in self._apart.values():
+            self._of_kinds[type(thing)].append(thing)
+        for kind, things in self._of_kinds.items():
             self._class(kind, whole=False)
             if Module in mro_of(kind):
                 self._of_class(kind, "forward")
+            if self._open(kind):
+                self._leads_nowhere(kind, things)
         for root in roots:
             self.value(root, name_of(root))
+
+    def _leads_nowhere(self, kind: type, things: list[Thing]) -> None:
+        """Of these objects, which are apart, nobody need tell of attributes of which the class has nothing, and which lead to
+        what is apart as well. Nor of the dictionary itself."""
+        of_class = {name for base in mro_of(kind) for name in vars_of(base)}
+        always = ["__dict__"] if type(in_class(kind, "__dict__")) is GetSetDescriptorType else []
+        for thing in things:
+            own, key = own_dict(thing) or {}, identity(thing)
+            names = [n for n, v in dict.items(own) if type(v) in _LIE_WITHIN or identity(v) in self._apart]
+            if Module in mro_of(kind):
+                names += [n for within in _WITHIN for n in own.get(within) or ()]
+            self.reads.update(dict.fromkeys([(key, n) for n in (*names, *always) if n not in of_class or n in always]))
 
     # -- the table
 
@@ -433,7 +451,7 @@ class ReadSet:
         of_module = ModuleType in mro_of(kind)
         if of_module and by in (TORCH, OURS) and frame is not None:
             self._gate.deaf[identity(frame.f_code)] = frame.f_code
-        if name == "__class__" or OURS in (by, _for_whom(frame)):
+        if name == "__class__" or by == OURS or (by == STDLIB and _for_whom(frame) == OURS):
             return
         if of_module:
             self._of_module(thing, name, by)
@@ -487,8 +505,12 @@ class ReadSet:
         if owner is not None and name not in DOORS and whose_class(owner) not in (USER, STDLIB, OURS):
             self._of_class(kind, name)
         value = dict.get(own_dict(thing) or {}, name, MISSING)
+        if value is MISSING:  # so it is for all that have it of the class
+            alike = [identity(x) for x in self._of_kinds[kind] if name not in (own_dict(x) or ())] if owner is not None else []
+            self.reads.update(dict.fromkeys([(key, name) for key in alike]))
+            return
         stray = self._strays.get(identity(value))
-        own = type(value) in values.PURE | CONSTANTS or (stray is not None and stray.made)
+        own = type(value) in _LIE_WITHIN or (stray is not None and stray.made)
         if not own and identity(value) not in self._paths:
             self.value(value, f"{kind.__name__}.{name}")
 
@@ -523,6 +545,8 @@ class ReadSet:
             self._met(thing, key, made=not own_dict(thing))  # what has no attributes yet is being made
             return
         if (key, name) in self.reads:
+            if self.reads[key, name] is None:  # where it leads from now on is told when it is read
+                del self.reads[key, name]
             return
         if ModuleType in mro_of(type(thing)):
             self.note(member(thing, name, f"{self._paths[identity(thing)]}.{name}"), relied=False)
@@ -581,12 +605,11 @@ class ReadSet:
 
     def _absent(self, code: CodeType) -> None:
         """Modules that code imports, and that are not there: no door hears of those. What imports may be another as well."""
-        if _IMPORTS_NAME not in code.co_code[::2] or not has_instruction(code, "IMPORT_NAME"):
+        if (names := _imported_in(code)) is None:
             return
         self.note(variable(vars(builtins), "__import__", "__import__"))
-        for level, name, _ in used_in(code).imports:
-            if level == 0 and name not in sys.modules:
-                self.note(imported(name))
+        for name in names - sys.modules.keys():
+            self.note(imported(name))
 
     def _imports(self, frame: FrameType) -> None:
         name = frame.f_locals.get("name")
@@ -646,6 +669,15 @@ class ReadSet:
         for thing in kept:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
+
+
+@of_code
+def _imported_in(code: CodeType) -> frozenset[str] | None:
+    """The names of modules that code imports, but for those that are named beginning with its own package; None if it imports
+    nothing."""
+    if not has_instruction(code, "IMPORT_NAME"):
+        return None
+    return frozenset(name for level, name, _ in used_in(code).imports if level == 0)
 
 
 def _methods(kind: Thing, code: CodeType) -> list[FunctionType]:
