@@ -50,6 +50,7 @@ _opened = dict[int, int]()  # by identity, how often (at worst it counts for a c
 _only_one = fresh_in_children(threading.Lock())
 DOORS = ("__getattribute__", "__setattr__", "__delattr__")
 _INSIDE = (DOORS_FILE, __file__, read_gate.__file__)
+_set_of_object = object.__setattr__
 _getframe, _here = sys._getframe, threading.get_ident  # (nobody is asked for these: modules have doors)
 
 
@@ -97,7 +98,7 @@ class Gate:
         self._profile: Thing = None
         self._stands = False
         self._kinds: dict[int, tuple[type, list[_Put]]] = {}  # by identity: classes may say what is equal
-        self._modules = list[tuple[ModuleType, type]]()
+        self._modules = list[ModuleType]()
         self._module_kind: Thing = None
         self.deaf = dict[int, CodeType]()
         """Code, by identity, of which nobody need be told what it reads of modules, but for how they are imported."""
@@ -140,13 +141,20 @@ class Gate:
             return True
         if type(module) is not ModuleType:
             return self.opens(type(module))
-        if not self._stands:
-            return True
+        return not self._stands or self.open_modules([module])
+
+    def open_modules(self, modules: Iterable[ModuleType]) -> bool:
+        """The same of several. Whether those are heard that are of no class of their own."""
+        kind, sets, opened, plain = self._module_kind, _set_of_object, self._modules.append, ModuleType
         try:
-            object.__setattr__(module, "__class__", self._module_kind)
+            for module in modules:
+                if type(module) is plain:
+                    sets(module, "__class__", kind)
+                    opened(module)
+                else:
+                    self.opens(type(module))
         except TypeError:
             return False
-        self._modules.append((module, ModuleType))
         return True
 
     def _kind_of_modules(self) -> type:
@@ -351,10 +359,10 @@ class Gate:
     def _close(self) -> None:
         """Take the doors out; may be called again."""
         self._stands = False
+        sets, kind, plain = _set_of_object, self._module_kind, ModuleType
         while self._modules:
-            module, kind = self._modules[-1]
-            if type(module) is self._module_kind:
-                object.__setattr__(module, "__class__", kind)
+            if type(self._modules[-1]) is kind:
+                sets(self._modules[-1], "__class__", plain)
             self._modules.pop()
         for _, put in reversed(self._kinds.values()):
             while put:

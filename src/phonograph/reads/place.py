@@ -418,7 +418,13 @@ def all_of_space(space: Table, path: str) -> Place:
 
 def registered() -> Place:
     """Which classes have been registered with abstract ones. (One number tells of all.)"""
-    return Place(abc, "<registered>", "the classes registered with abstract ones", lambda: (abc.get_cache_token(),))
+    token = abc.get_cache_token
+
+    def get(then: object = token()) -> Reading:  # the same object, as long as it is that number
+        now = token()
+        return (then if now == then else now,)
+
+    return Place(abc, "<registered>", "the classes registered with abstract ones", get)
 
 
 # -- tensors

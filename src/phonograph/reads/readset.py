@@ -132,7 +132,8 @@ class ReadSet:
         self._started, self._within = set[int](), set[int]()  # code that has run, and code of functions made by it
         self._abstract = False  # whether an abstract class was read
         self._asks_kinds = False  # whether code, and not for us or for torch, may ask of which class something is
-        self._entered = set[int]()  # global variables, of which the classes are heard
+        self._opened = dict[int, tuple[type, bool]]()  # by identity, classes, and whether reads of their objects are heard
+        self._looked_at = set[tuple[int, bool]]()  # classes, by identity, and whether as a whole
         self._bodies = set[tuple[object, str]]()  # of classes, that have run: in which module, and by which name
         self._work, self._works = deque[tuple[object, str]](), False
         self._gate: Gate
@@ -168,8 +169,7 @@ class ReadSet:
         self._gate.goes_with(profile, aside)
 
     def _begin(self, roots: tuple[object, ...]) -> None:
-        for module in worth_hearing():
-            self._gate.opens_module(module)
+        self._gate.open_modules(worth_hearing())
         for thing in self._apart.values():
             if type(thing) is FunctionType:
                 self._functions[identity(thing.__code__)].append(thing)
@@ -352,6 +352,10 @@ class ReadSet:
             self._open_if_made(kind)
         else:
             self._open(kind)
+        if (identity(kind), whole) in self._looked_at:
+            return
+        self._looked_at.add((identity(kind), whole))
+        self._kept.append(kind)
         for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
             if whose_class(base) in (TORCH, STDLIB, OURS):
                 self._silent.update({base: None} if whole else {})
@@ -360,7 +364,11 @@ class ReadSet:
             else:
                 self.note(klass(base, base.__qualname__, whole=whole))
         self._abstract = self._abstract or (whole and "_abc_impl" in vars_of(kind))
-        if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
+        if whole and "__subclasses__" in self._ways:
+            self._below(kind)
+
+    def _below(self, kind: type) -> None:
+        if whose_class(kind) not in (TORCH, STDLIB, OURS):
             self.note(subclasses(kind, kind.__qualname__))
 
     def _members(self, kind: Thing, *, few: bool = False) -> Members:
@@ -531,8 +539,11 @@ class ReadSet:
 
     def _open(self, kind: type) -> bool:
         """Whether what is read of objects of this class is heard from now on. (Of what is held in bulk nothing need be.)"""
-        apart = kind in _UNCHANGING or Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
-        return not apart and self._gate.opens(kind)
+        key = identity(kind)
+        if key not in self._opened:
+            apart = kind in _UNCHANGING or Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
+            self._opened[key] = kind, not apart and self._gate.opens(kind)
+        return self._opened[key][1]
 
     def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
         key = identity(thing)
@@ -573,7 +584,6 @@ class ReadSet:
         self._kept.append(code)
         for f in self._run_by(code, by, frame):
             self._function(f, f.__qualname__)
-            self._variables(f)
         if by != STDLIB:
             self._absent(code)
             self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
@@ -608,8 +618,9 @@ class ReadSet:
         if (names := _imported_in(code)) is None:
             return
         self.note(variable(vars(builtins), "__import__", "__import__"))
-        for name in names - sys.modules.keys():
-            self.note(imported(name))
+        for name in names:
+            if name not in sys.modules:
+                self.note(imported(name))
 
     def _imports(self, frame: FrameType) -> None:
         name = frame.f_locals.get("name")
@@ -626,8 +637,10 @@ class ReadSet:
             self._globals(f.__code__, f.__globals__)
 
     def _globals(self, code: CodeType, space: Table) -> None:
+        key = identity(space)
         for name in globals_of(code):
-            self.note(variable(space, name, name))
+            if (key, name) not in self.reads:
+                self.note(variable(space, name, name))
 
     def _space(self, code: CodeType, space: Table) -> None:
         self._globals(code, space)
@@ -643,13 +656,6 @@ class ReadSet:
         for name in code.co_names:
             if name.partition(".")[0] in sys.modules:
                 self._may_import(name)
-        if code.co_name == "<module>" or identity(space) in self._entered:
-            return
-        self._entered.add(identity(space))
-        self._kept.append(space)
-        for value in [*space.values()]:
-            if type in mro_of(type(value)) and vars_of(value).get("__module__") == space.get("__name__"):
-                self._open_if_made(value)
 
     def _may_import(self, name: str) -> None:
         """Hear what is read of the modules of this name, though they are torch's or Python's own."""
@@ -669,6 +675,7 @@ class ReadSet:
         for thing in kept:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
+                self._below(thing)
 
 
 @of_code
