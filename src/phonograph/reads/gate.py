@@ -158,16 +158,18 @@ class Gate:
         return True
 
     def _kind_of_modules(self) -> type:
-        def get(module: object, name: str) -> object:
-            return ModuleType if name == "__class__" else ModuleType.__getattribute__(module, name)
-
-        plain, deaf = _as_door(get), self.deaf
-        heard = self._reading(plain)
+        known, is_heard, told, deaf = self._known, self._is_of_the_call, self._telling, self.deaf
+        get, plain = ModuleType.__getattribute__, ModuleType
 
         def __getattribute__(module: object, name: str) -> object:  # noqa: N807 - it stands there as that
-            asks = _getframe().f_back  # none where a thread of C's or C++'s does, as autograd's of a GPU
-            is_deaf = asks is not None and identity(asks.f_code) in deaf and name != "__spec__"
-            return plain(module, name) if is_deaf else heard(module, name)
+            if name == "__class__":
+                return plain
+            if (identity(module), name) not in known and not self.closed:
+                asks = _getframe().f_back  # none where a thread of C's or C++'s does, as autograd's of a GPU
+                is_deaf = asks is not None and identity(asks.f_code) in deaf and name != "__spec__"
+                if not is_deaf and is_heard():
+                    told(self._hearing.has_read, module, name, _reader())
+            return get(module, name)
 
         space = {"__getattribute__": _as_door(__getattribute__), "__setattr__": self._setting(ModuleType.__setattr__),
                  "__delattr__": self._deleting(ModuleType.__delattr__), "__slots__": (), "__module__": "builtins"}  # fmt: skip
