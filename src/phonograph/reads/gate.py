@@ -9,8 +9,8 @@ It has four doors.
   the module for its ``__spec__``; what is not there yet is looked for by a function of Python's that starts.
 * *Starts of functions*: `sys.monitoring` tells of them once for each code (Python 3.12 and later), before that a profile
   function. A function that starts may read its variables.
-* *Calls that go past these doors*, like ``object.__getattribute__(x, "a")``: of them `sys.monitoring` tells, too. Before 3.12
-  whoever listens has to take the names in code for it.
+* *Calls that go past these doors*, like ``object.__getattribute__(x, "a")``: of them `sys.monitoring` tells, too. Before 3.12,
+  and where somebody else tells of starts, whoever listens has to take the names in code for it.
 
 What containers hold nobody hears of. They have to be held with their contents when they are read.
 
@@ -87,8 +87,8 @@ class Gate:
     """The doors of one call, on the thread that makes it."""
 
     def __init__(self, hearing: Hearing, known: Thing, *, hears_starts: bool = True) -> None:
-        """It need not be told of `known` attributes: pairs of an object's identity and a name. Where functions are profiled,
-        somebody else who does may tell of their starts (`started`)."""
+        """It need not be told of `known` attributes: pairs of an object's identity and a name. Somebody else may tell of
+        starts of functions (`started`)."""
         self._hearing: Thing = hearing
         self._known = known
         self._thread, self.closed = threading.get_ident(), True
