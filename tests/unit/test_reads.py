@@ -25,7 +25,7 @@ from torch import nn
 from phonograph._torch import autograd
 from phonograph.python import origin
 from phonograph.reads.gate import gate
-from phonograph.reads.place import mro_of
+from phonograph.reads.place import mro_of, registered
 from phonograph.reads.readset import ReadSet
 from phonograph.reads.told import Told
 
@@ -582,6 +582,31 @@ def test_what_somebody_else_looks_after_is_apart():
     own.a, own.inner.a = 2, 3
     assert reads.reads
     assert not reads.changed()
+
+
+def test_nobody_tells_of_what_leads_to_what_is_apart_until_it_is_written(monkeypatch):
+    own, told = Plain(), []
+    own.inner = Plain()
+    monkeypatch.setattr(ReadSet, "has_read", lambda reads, thing, name, frame: told.append(name))
+    with ReadSet([own, own.inner]).noting():
+        _ = own.inner.a, own.method
+        before = [*told]
+        own.inner = Plain()
+        _ = own.inner
+        after = [*told]
+    assert before == ["method"]
+    assert after == ["method", "inner"]
+
+
+def test_the_number_of_registered_classes_is_one_object_as_long_as_it_stays():
+    abstract = abc.ABCMeta("Abstract", (), {})
+    for _ in range(300):  # beyond the numbers of which Python has one object each
+        abstract.register(type("Made", (), {}))
+    place = registered()
+    (before,) = place.get()
+    assert place.get()[0] is before
+    abstract.register(type("Made", (), {}))
+    assert place.get() != (before,)
 
 
 def test_a_class_that_is_being_made_has_no_bases_yet():

@@ -15,6 +15,8 @@ import torch.optim.optimizer as optimizer_module
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from .dynamic import Private
 
@@ -69,9 +71,9 @@ CALLED_THROUGH = "_compiled_call_impl"
 """The attribute of a module that says what its calls go through."""
 
 
-def call_through(module: torch.nn.Module, call: Callable[..., object] | None) -> None:
+def call_through(module: Module, call: Callable[..., object] | None) -> None:
     """Let calls of a module go to `call`; None: to its own again. torch keeps this out of what is pickled or copied."""
-    if not hasattr(torch.nn.Module, "_compiled_call_impl"):
+    if not hasattr(Module, "_compiled_call_impl"):
         raise NotImplementedError(
             "this torch release lacks nn.Module._compiled_call_impl: record a function that calls the module"
         )
@@ -80,18 +82,18 @@ def call_through(module: torch.nn.Module, call: Callable[..., object] | None) ->
         vars(module)["_compiled_call_impl"] = call
 
 
-def goes_through(module: torch.nn.Module) -> Private:
+def goes_through(module: Module) -> Private:
     """What calls of a module go to, if not to its own; None otherwise."""
     return module._compiled_call_impl
 
 
-def own_call(module: torch.nn.Module) -> Callable[..., object]:
+def own_call(module: Module) -> Callable[..., object]:
     """A module's own call: its hooks, and `forward`."""
     call: Callable[..., object] = module._call_impl
     return call
 
 
-_CALL: object = getattr(getattr(torch.nn.Module, "_wrapped_call_impl", None), "__code__", None)
+_CALL: object = getattr(getattr(Module, "_wrapped_call_impl", None), "__code__", None)
 
 
 def other_calling(frame: FrameType, owner: object) -> Callable[..., Private] | None:
@@ -107,18 +109,18 @@ _identity: Callable[[object], int] = object.__hash__  # (a code's own goes throu
 _WORKS = {
     _identity(getattr(inspect.unwrap(function), "__code__", None)): name
     for name, function in (
-        ("", torch.nn.Module._call_impl),
-        ("zero_grad", torch.optim.Optimizer.zero_grad),
+        ("", Module._call_impl),
+        ("zero_grad", Optimizer.zero_grad),
     )
 }
 # What torch puts around the step of each optimizer.
-_WORKS[_identity(getattr(torch.optim.Optimizer.profile_hook_step(int), "__code__", None))] = "step"
+_WORKS[_identity(getattr(Optimizer.profile_hook_step(int), "__code__", None))] = "step"
 _BACKWARD: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 
 
 def at_work_in(
     frame: FrameType | None, outermost: CodeType | None, is_users: Callable[[str], bool]
-) -> tuple[torch.nn.Module | str | None, FrameType | None]:
+) -> tuple[Module | str | None, FrameType | None]:
     """The innermost module whose call this frame is part of, or what an optimizer does (`AdamW.step`), within the code that is
     `outermost` and the backward that runs; and the innermost frame of the user's."""
     users: FrameType | None = None
@@ -126,9 +128,9 @@ def at_work_in(
         what = _WORKS.get(_identity(code))
         if what is not None:
             found = frame.f_locals.get("self")
-            if isinstance(found, torch.nn.Module):
+            if isinstance(found, Module):
                 return found, users
-            if isinstance(found, torch.optim.Optimizer):
+            if isinstance(found, Optimizer):
                 return f"{type(found).__name__}.{what}", users
         if users is None and is_users(code.co_filename):
             users = frame
@@ -153,14 +155,14 @@ def optimizer_hooks() -> tuple[object, ...]:
     return tuple([hook for d in hooks_of_optimizers for hook in d.values()])
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
+def step_hooks(optimizer: Optimizer) -> tuple[object, ...]:
     """The hooks of one optimizer's `step`."""
     if not steps_itself(optimizer):
         return ()
     return (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
 
 
-def steps_itself(optimizer: torch.optim.Optimizer) -> bool:
+def steps_itself(optimizer: Optimizer) -> bool:
     """Whether it is an optimizer of its own, with hooks, and none that stands before another (accelerate's)."""
     return "_optimizer_step_pre_hooks" in vars(optimizer)
 
@@ -174,7 +176,7 @@ _ASKS_FOR_MODE = ("_accelerator_graph_capture_health_check", "_cuda_graph_captur
 def steps_captured(count: Callable[[object], float | None]) -> Iterator[None]:
     """During the block, steps of torch's optimizers may be captured: `count` gives what they read of a step count, or None
     where they have to read it; and none asks for the `capturable` mode."""
-    base: object = torch.optim.Optimizer
+    base: object = Optimizer
     places: list[tuple[object, str, Callable[[Private], object]]]
     places = [(base, n, lambda _: _asks_nothing) for n in _ASKS_FOR_MODE if n in vars(base)]
     modules = {sys.modules.get(kind.__module__) for kind in vars(torch.optim).values() if isinstance(kind, type)}
@@ -197,7 +199,7 @@ def steps_captured(count: Callable[[object], float | None]) -> Iterator[None]:
             setattr(place, name, old)
 
 
-def _asks_nothing(_: torch.optim.Optimizer) -> None:
+def _asks_nothing(_: Optimizer) -> None:
     """Instead of torch's check."""
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import is_inference_mode_enabled
 
 from .._torch.autograd import backward_id
 from .._torch.dynamic import Args, Kwargs, Private, Reading
@@ -75,7 +76,7 @@ class Casts:
     def within(self, m: Meaning) -> tuple[object, ...]:
         """As `autocast` says it, where this operator is called, if what it calls is cast. But no cast is kept: a replay would
         have that of what a weight was before."""
-        if not (m.others or m.name in CASTS or (m.calls and torch.is_inference_mode_enabled())):
+        if not (m.others or m.name in CASTS or (m.calls and is_inference_mode_enabled())):
             return ()
         found = self._here()
         if not found:
@@ -87,7 +88,7 @@ class Casts:
 
     def unclear(self, m: Meaning) -> bool:
         """Whether nobody tells if what this operator calls is cast."""
-        if m.name not in _PART_OF_CAST or torch.is_inference_mode_enabled():
+        if m.name not in _PART_OF_CAST or is_inference_mode_enabled():
             return False
         kinds, _ = self._here() or ((), False)
         return any(enabled for enabled, _ in kinds)
@@ -153,4 +154,4 @@ class Casts:
 def _goes_another_way(m: Meaning) -> bool:
     """Whether what an operator calls does not do all that it does where no mode looks on: views are not followed, and versions
     do not move on."""
-    return m.one_by_one or (m.calls and torch.is_inference_mode_enabled())
+    return m.one_by_one or (m.calls and is_inference_mode_enabled())

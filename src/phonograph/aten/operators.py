@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._torch.dynamic import Args, Kwargs, Private
@@ -121,6 +122,7 @@ CASTS = frozenset(f"aten::{name}" for name in (
 """Operators that autocast does not cast, and that call some which it does."""
 _CONVERTING = {"aten::_to_copy", "aten::copy_", "aten::copy", "aten::bucketize", "aten::searchsorted", "aten::view",
                "prims::convert_element_type"}  # fmt: skip
+_BOOL = torch.bool
 NO_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device})
 """Classes of what most of an operator's other arguments are: to be asked for first, for whether something is a tensor takes
 longer where it is none."""
@@ -264,35 +266,35 @@ def _beside_lists(func: OpOverload) -> bool:
     return schema.name in _BESIDE_LISTS and any(str(a.type) == "List[int]" for a in schema.arguments)
 
 
-def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
+def operands(args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
     """The tensors among an operator's arguments, in order."""
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if type(value) in NO_TENSORS:
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
             tensors_in(value, found)
     return found
 
 
-def tensors_in(value: object, into: list[torch.Tensor]) -> list[torch.Tensor]:
+def tensors_in(value: object, into: list[Tensor]) -> list[Tensor]:
     """Append to `into` the tensors among an operator's arguments or results, in order."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         into.append(value)
     elif isinstance(value, (list, tuple)):
         for v in value:
-            if isinstance(v, torch.Tensor):
+            if isinstance(v, Tensor):
                 into.append(v)
             elif isinstance(v, (list, tuple)):
                 tensors_in(v, into)
     return into
 
 
-def written_by(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
+def written_by(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
     """The tensors that this call of the operator may write."""
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     if m.name in _IN_TRAINING and len(args) > 5 and args[5] is False:
         return found
     for i in m.writes:
@@ -303,7 +305,7 @@ def written_by(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) ->
     return found
 
 
-def read_on_host(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
+def read_on_host(m: Meaning, args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
     """The tensors whose values this call of the operator reads on the host: to answer, or to know a size."""
     if m.name in MASKED:
         return [i for i in tensors_in(args[1], []) if _is_mask(i)]
@@ -330,11 +332,11 @@ def reaches_beside(args: Args, kwargs: dict[str, object]) -> bool:
 
 def made_integers(args: Sequence[object], out: object) -> bool:
     """Whether an operator did: its result has integers, and an argument floating-point numbers."""
-    integers = isinstance(out, torch.Tensor) and not (out.dtype is torch.bool or out.is_floating_point() or out.is_complex())
+    integers = isinstance(out, Tensor) and not (out.dtype is _BOOL or out.is_floating_point() or out.is_complex())
     return integers and any(t.is_floating_point() or t.is_complex() for t in tensors_in(args, []))
 
 
-def constant(m: Meaning, given: torch.Tensor) -> torch.Tensor:
+def constant(m: Meaning, given: Tensor) -> Tensor:
     """What a `constant` operator gives: that tensor itself, which may lie in an array's memory; a copy where the operator makes
     one (what it copies is a constant of some graph's, and outlives the call)."""
     return given.clone() if m.name == "aten::lift_fresh_copy" else given
@@ -396,9 +398,9 @@ def _of_values(refusal: Refusal) -> Refusal:
     return refusal
 
 
-def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    return any(isinstance(i, torch.Tensor) and _is_mask(i) for i in indices)
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(isinstance(i, Tensor) and _is_mask(i) for i in indices)
 
 
-def _is_mask(index: torch.Tensor) -> bool:
+def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-import torch
+from torch import Tensor
 
 from .._torch.dynamic import Args, Kwargs, Thing
 from .._torch.tensors import has_memory, storage_id
@@ -41,7 +41,7 @@ class FollowedCounts(CallMemory):
         """Whether an operator only advances step counts on the host. It is left out: replays advance them by themselves."""
         assert self.dials is not None
         counts, by = args[:2]
-        constant = not isinstance(by, torch.Tensor) or storage_id(by) in self._constants
+        constant = not isinstance(by, Tensor) or storage_id(by) in self._constants
         if not (constant and kwargs.get("alpha", 1) == 1 and self.dials.moves(COUNTING[m.name], counts, by, self.position())):
             return False
         tensors = operators.tensors_in([counts], [])
@@ -67,6 +67,6 @@ class FollowedCounts(CallMemory):
                 return True
             if isinstance(x, (list, tuple)) and self.stands_among(x):
                 return True
-            if isinstance(x, torch.Tensor) and has_memory(x) and storage_id(x) not in self.known and self.dials.stands_in(x):
+            if isinstance(x, Tensor) and has_memory(x) and storage_id(x) not in self.known and self.dials.stands_in(x):
                 return True
         return False

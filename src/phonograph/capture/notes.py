@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor, is_inference_mode_enabled
 
 from .._torch.dynamic import Thing
 from .._torch.tensors import has_memory
@@ -22,7 +23,7 @@ Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], bool, bool, bool]
 PLAIN = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, complex,
                    bytes})  # fmt: skip
 """Classes of what holds nothing else."""
-_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Look:
@@ -42,7 +43,7 @@ class Note:
 
     def __init__(self, args: Iterable[Thing], kwargs: Mapping[str, Thing], known: Mapping[int, str]) -> None:
         """`known` are storages in which tensors lie that are memory with a shape."""
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[Tensor] = []
         self.keys: list[int] = []
         self.looks: list[Look | None] = []
         self.kinds: list[Kind] = []
@@ -53,7 +54,7 @@ class Note:
         """What is among it besides tensors."""
         self.others = False
         """Whether some of that may hold something else."""
-        trained = torch.is_inference_mode_enabled()
+        trained = is_inference_mode_enabled()
         self.args: list[Thing] = self._of(args, known, trained)
         """The same, with looks in the places of tensors."""
         self.kwargs: dict[str, Thing] = {}
@@ -79,7 +80,7 @@ class Note:
                 plain.append(value)
                 if kind is float:
                     self.numbers.append(value)
-            elif kind in _ORDINARY or isinstance(value, torch.Tensor):
+            elif kind in _ORDINARY or isinstance(value, Tensor):
                 tensors.append(value)
                 value = self._looked_at(value, known, trained) or value
             elif isinstance(value, (list, tuple)):
@@ -102,7 +103,7 @@ class Note:
             return values if type(values) in (list, tuple) else found
         return found if type(values) is list else tuple(found)
 
-    def _looked_at(self, t: torch.Tensor, known: Mapping[int, str], trained: bool) -> Look | None:
+    def _looked_at(self, t: Tensor, known: Mapping[int, str], trained: bool) -> Look | None:
         try:
             key = t.untyped_storage()._cdata
         except RuntimeError:  # it has none
@@ -120,8 +121,8 @@ class Note:
         return look
 
 
-def kind_of(t: torch.Tensor) -> Kind:
+def kind_of(t: Tensor) -> Kind:
     """In inference mode, operators are noted whole that ask whether a gradient will be wanted, as `matmul` does."""
     dtype = t.dtype
-    trained = t.requires_grad and torch.is_inference_mode_enabled()
+    trained = t.requires_grad and is_inference_mode_enabled()
     return dtype, t.size(), t.stride(), dtype.is_complex and t.is_conj(), t.is_neg(), trained

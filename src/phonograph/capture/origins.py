@@ -25,6 +25,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
+from torch.nn import Module
 
 from .._torch.autograd import backward_id, made_when, next_number, running_node
 from .._torch.modules import at_work_in
@@ -132,7 +133,7 @@ class Origins:
             whose = self._last.get(thread, NOBODY) if node is None else self._of_node(node)
             self._last[thread] = whose
             return whose, True
-        if isinstance(found, torch.nn.Module):
+        if isinstance(found, Module):
             whose = Whose(identity(found), MODULE, type(found).__name__)
         elif found is not None:
             whose = Whose(0, OPTIMIZER, found)
@@ -190,7 +191,7 @@ def _names(reach: Reach) -> Iterator[tuple[int, str]]:
         yield from _within(root, reach.names[identity(root)], set())
 
 
-def _within(module: torch.nn.Module, name: str, seen: set[int]) -> Iterator[tuple[int, str]]:
+def _within(module: Module, name: str, seen: set[int]) -> Iterator[tuple[int, str]]:
     if identity(module) in seen:  # it is there under two names: the first one counts
         return
     seen.add(identity(module))

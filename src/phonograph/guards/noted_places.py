@@ -6,16 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from operator import attrgetter, is_
-from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
 
 from .._torch.dynamic import Reading, Table, Thing
+from ..python import containers
 from ..python.dict_versions import of_class, tell
 from ..python.holders import Holder, kept
 from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, contents, dictionary_of
-from ..reads.place import UNREAD, Place, Read, is_constant, vars_of
+from ..reads.place import UNREAD, Place, Read, in_class, is_constant, vars_of
 from ..reads.readset import Members
 
 __all__ = ["of_classes", "together"]
@@ -99,18 +100,31 @@ def _alone(places: list[Place], objects: list[Thing]) -> Iterator[Holder]:
                      named=lambda _, i, now: told[i].path, inside=lambda: inside)  # fmt: skip
     others = [place for place in places if place not in told]
     cells: list[Thing] = [place.of for place in others if place.name == "<cell>"]
-    gets = [place for place in others if _is_one(place)]
-    names = [*(place.path for place in others if place.name == "<cell>"), *(place.path for place in gets)]
+    ones = [place for place in others if _is_one(place)]
+    slots, gets = ([place for place in ones if _is_slot(place) is lies] for lies in (True, False))
+    names = [place.path for place in (*(place for place in others if place.name == "<cell>"), *slots, *gets)]
     if names or objects:
         find = [dictionary_of(x) for x in objects]
-        read_each = [place.get for place in gets]
+        descriptors, owners = [in_class(type(place.of), str(place.name)) for place in slots], [place.of for place in slots]
+        read_slots, read_each = [place.get for place in slots], [place.get for place in gets]
+
+        def in_slots() -> list[object]:
+            try:
+                return [*map(_in_slot, descriptors, owners)]
+            except AttributeError:  # one is empty
+                return [get()[0] for get in read_slots]
 
         def read() -> Reading:
-            return *_contents_of(cells), *[get()[0] for get in read_each], *map(type, objects), *[d() for d in find]
+            single = *_contents_of(cells), *in_slots(), *[get()[0] for get in read_each]
+            return *single, *map(type, objects), *[d() for d in find]
 
         yield Holder("class", read, _not, named=lambda path, i, _: names[i] if i < len(names) else path)
     for place in others:
-        if place.name != "<cell>" and not _is_one(place):
+        of: Thing = place.of
+        if place.name == "<items>" and type(of) in (list, set):
+            whole = containers.ordered if type(of) is list else containers.unordered
+            yield whole(place.path, of)._replace(restore=_not, named=lambda path, *_: path)
+        elif place.name != "<cell>" and not _is_one(place):
             yield Holder(place.path, place.get, _not, named=lambda path, *_: path)
 
 
@@ -121,7 +135,12 @@ def _contents_of(cells: list[Thing]) -> list[object]:
         return [*map(contents, cells)]
 
 
+_in_slot: Callable[[Thing, object], object] = MemberDescriptorType.__get__
 _contents: Callable[[Thing], object] = attrgetter("cell_contents")
+
+
+def _is_slot(place: Place) -> bool:
+    return type(place.name) is str and type(in_class(type(place.of), place.name)) is MemberDescriptorType
 
 
 def _is_one(place: Place) -> bool:

@@ -9,8 +9,8 @@ It has four doors.
   the module for its ``__spec__``; what is not there yet is looked for by a function of Python's that starts.
 * *Starts of functions*: `sys.monitoring` tells of them once for each code (Python 3.12 and later), before that a profile
   function. A function that starts may read its variables.
-* *Calls that go past these doors*, like ``object.__getattribute__(x, "a")``: of them `sys.monitoring` tells, too. Before 3.12
-  whoever listens has to take the names in code for it.
+* *Calls that go past these doors*, like ``object.__getattribute__(x, "a")``: of them `sys.monitoring` tells, too. Before 3.12,
+  and where somebody else tells of starts, whoever listens has to take the names in code for it.
 
 What containers hold nobody hears of. They have to be held with their contents when they are read.
 
@@ -31,6 +31,7 @@ from .._torch.autograd import on_thread_of_autograds
 from .._torch.dynamic import Thing
 from .._torch.dynamo import not_compiled_by_itself, tells_of_compilation
 from ..python import read_gate
+from ..python.code_cache import of_code
 from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_ours
@@ -49,6 +50,7 @@ _opened = dict[int, int]()  # by identity, how often (at worst it counts for a c
 _only_one = fresh_in_children(threading.Lock())
 DOORS = ("__getattribute__", "__setattr__", "__delattr__")
 _INSIDE = (DOORS_FILE, __file__, read_gate.__file__)
+_set_of_object = object.__setattr__
 _getframe, _here = sys._getframe, threading.get_ident  # (nobody is asked for these: modules have doors)
 
 
@@ -85,8 +87,8 @@ class Gate:
     """The doors of one call, on the thread that makes it."""
 
     def __init__(self, hearing: Hearing, known: Thing, *, hears_starts: bool = True) -> None:
-        """It need not be told of `known` attributes: pairs of an object's identity and a name. Where functions are profiled,
-        somebody else who does may tell of their starts (`started`)."""
+        """It need not be told of `known` attributes: pairs of an object's identity and a name. Somebody else may tell of
+        starts of functions (`started`)."""
         self._hearing: Thing = hearing
         self._known = known
         self._thread, self.closed = threading.get_ident(), True
@@ -96,7 +98,7 @@ class Gate:
         self._profile: Thing = None
         self._stands = False
         self._kinds: dict[int, tuple[type, list[_Put]]] = {}  # by identity: classes may say what is equal
-        self._modules = list[tuple[ModuleType, type]]()
+        self._modules = list[ModuleType]()
         self._module_kind: Thing = None
         self.deaf = dict[int, CodeType]()
         """Code, by identity, of which nobody need be told what it reads of modules, but for how they are imported."""
@@ -139,26 +141,35 @@ class Gate:
             return True
         if type(module) is not ModuleType:
             return self.opens(type(module))
-        if not self._stands:
-            return True
+        return not self._stands or self.open_modules([module])
+
+    def open_modules(self, modules: Iterable[ModuleType]) -> bool:
+        """The same of several. Whether those are heard that are of no class of their own."""
+        kind, sets, opened, plain = self._module_kind, _set_of_object, self._modules.append, ModuleType
         try:
-            object.__setattr__(module, "__class__", self._module_kind)
+            for module in modules:
+                if type(module) is plain:
+                    sets(module, "__class__", kind)
+                    opened(module)
+                else:
+                    self.opens(type(module))
         except TypeError:
             return False
-        self._modules.append((module, ModuleType))
         return True
 
     def _kind_of_modules(self) -> type:
-        def get(module: object, name: str) -> object:
-            return ModuleType if name == "__class__" else ModuleType.__getattribute__(module, name)
-
-        plain, deaf = _as_door(get), self.deaf
-        heard = self._reading(plain)
+        known, is_heard, told, deaf = self._known, self._is_of_the_call, self._telling, self.deaf
+        get, plain = ModuleType.__getattribute__, ModuleType
 
         def __getattribute__(module: object, name: str) -> object:  # noqa: N807 - it stands there as that
-            asks = _getframe().f_back  # none where a thread of C's or C++'s does, as autograd's of a GPU
-            is_deaf = asks is not None and identity(asks.f_code) in deaf and name != "__spec__"
-            return plain(module, name) if is_deaf else heard(module, name)
+            if name == "__class__":
+                return plain
+            if (identity(module), name) not in known and not self.closed:
+                asks = _getframe().f_back  # none where a thread of C's or C++'s does, as autograd's of a GPU
+                is_deaf = asks is not None and identity(asks.f_code) in deaf and name != "__spec__"
+                if not is_deaf and is_heard():
+                    told(self._hearing.has_read, module, name, _reader())
+            return get(module, name)
 
         space = {"__getattribute__": _as_door(__getattribute__), "__setattr__": self._setting(ModuleType.__setattr__),
                  "__delattr__": self._deleting(ModuleType.__delattr__), "__slots__": (), "__module__": "builtins"}  # fmt: skip
@@ -217,7 +228,7 @@ class Gate:
 
     def started(self, frame: FrameType) -> None:
         """A function starts, as somebody else has heard."""
-        if self._stands and not HEARS_STARTS and identity(frame.f_code) not in self._codes:
+        if self._stands and identity(frame.f_code) not in self._codes:
             self._starts(frame.f_code, frame)
 
     def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
@@ -332,8 +343,7 @@ class Gate:
             self._close()
             self._hearing.hears_no_more()
 
-        heard: Thing = self._profiling if self._hears_starts else nullcontext
-        starts = self._monitoring if HEARS_STARTS else heard
+        starts: Thing = (self._monitoring if HEARS_STARTS else self._profiling) if self._hears_starts else nullcontext
         with standing(undo), ended(tells_of_compilation(compiles)):
             self._module_kind = self._kind_of_modules()
             self._stands = True
@@ -351,10 +361,10 @@ class Gate:
     def _close(self) -> None:
         """Take the doors out; may be called again."""
         self._stands = False
+        sets, kind, plain = _set_of_object, self._module_kind, ModuleType
         while self._modules:
-            module, kind = self._modules[-1]
-            if type(module) is self._module_kind:
-                object.__setattr__(module, "__class__", kind)
+            if type(self._modules[-1]) is kind:
+                sets(self._modules[-1], "__class__", plain)
             self._modules.pop()
         for _, put in reversed(self._kinds.values()):
             while put:
@@ -409,9 +419,15 @@ def _may_open(kind: type) -> bool:
 
 
 def _as_door(function: Thing) -> Thing:
-    function.__code__ = function.__code__.replace(co_filename=DOORS_FILE)
-    not_compiled_by_itself(function.__code__)
+    function.__code__ = _code_of_door(function.__code__)
     return function
+
+
+@of_code
+def _code_of_door(code: CodeType) -> CodeType:
+    found = code.replace(co_filename=DOORS_FILE)
+    not_compiled_by_itself(found)
+    return found
 
 
 def _reader() -> FrameType | None:

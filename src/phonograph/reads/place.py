@@ -17,6 +17,7 @@ from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType
 from typing import NamedTuple
 
 import torch
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from .._torch.dynamic import Reading, Table, Thing
@@ -148,7 +149,7 @@ def attribute(thing: object, name: str, path: str) -> Place:
     if own_dict(thing) is None:
         return Place(thing, name, path, lambda: (in_class(type(thing), name),))
     find = dictionary_of(thing)
-    if issubclass(type(thing), torch.nn.Module) and raw is MISSING and name not in find():
+    if issubclass(type(thing), Module) and raw is MISSING and name not in find():
         return _of_module(thing, name, path, find)
 
     def get() -> Reading:
@@ -417,7 +418,13 @@ def all_of_space(space: Table, path: str) -> Place:
 
 def registered() -> Place:
     """Which classes have been registered with abstract ones. (One number tells of all.)"""
-    return Place(abc, "<registered>", "the classes registered with abstract ones", lambda: (abc.get_cache_token(),))
+    token = abc.get_cache_token
+
+    def get(then: object = token()) -> Reading:  # the same object, as long as it is that number
+        now = token()
+        return (then if now == then else now,)
+
+    return Place(abc, "<registered>", "the classes registered with abstract ones", get)
 
 
 # -- tensors

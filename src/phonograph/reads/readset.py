@@ -13,7 +13,6 @@ no place leads to is referred to weakly; if it is there after the call, the call
 from __future__ import annotations
 
 import builtins
-import dis
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -21,16 +20,18 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
 from itertools import chain
-from types import CodeType, FrameType, FunctionType, ModuleType, WrapperDescriptorType
+from types import CodeType, FrameType, FunctionType, GetSetDescriptorType, ModuleType, WrapperDescriptorType
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.nn import Module
 
 from .._torch.dynamic import Reading, Table, Thing
 from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
 from ..python.bytecode import asks_its_base, has_instruction, matches, used_in
+from ..python.code_cache import of_code
 from ..python.identity import identity
 from ..python.introspection import MISSING, functions_of, functions_with, own_dict, tells_its_end
 from ..python.read_gate import behind_gate
@@ -67,10 +68,11 @@ __all__ = ["ReadSet"]
 _REFLECTS = frozenset({"globals", "f_globals", "__globals__", "__builtins__"})
 _CELLS = frozenset({"__closure__", "cell_contents"})
 _UNCHANGING = CONSTANTS | {OpOverload, OpOverloadPacket}  # objects that nobody changes
+_LIE_WITHIN = values.PURE | CONSTANTS  # objects that are nothing but a part of what has them
+_WITHIN = ("_parameters", "_buffers", "_modules")  # of a module, whose class looks there for its attributes
 _WAYS = _REFLECTS | _CELLS | {"__annotations__", "__subclasses__"}
 _IN_BULK = frozenset({"<optimizer>", "<cache>", "<code>"})
 _ASKS = frozenset({"isinstance", "issubclass", "get_cache_token"})
-_IMPORTS_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORTS = frozenset({"_find_and_load", "_gcd_import"})
 
 
@@ -97,6 +99,7 @@ class ReadSet:
         """What is `apart` somebody else looks after, with all that it holds, and all tensors: of that only its classes count
         here, and what is reached through it. Somebody else may tell of starts (see `Gate`)."""
         self._apart = {identity(thing): thing for thing in apart}
+        self._of_kinds: defaultdict[type, list[Thing]] = defaultdict(list)  # what is apart, by its class
         self.stand_ins = set[int]()
         """The identities of objects that stand in for others during the call: what holds for what is apart holds for them."""
         self._hears_starts = hears_starts
@@ -130,7 +133,8 @@ class ReadSet:
         self._started, self._within = set[int](), set[int]()  # code that has run, and code of functions made by it
         self._abstract = False  # whether an abstract class was read
         self._asks_kinds = False  # whether code, and not for us or for torch, may ask of which class something is
-        self._entered = set[int]()  # global variables, of which the classes are heard
+        self._opened = dict[int, tuple[type, bool]]()  # by identity, classes, and whether reads of their objects are heard
+        self._looked_at = set[tuple[int, bool]]()  # classes, by identity, and whether as a whole
         self._bodies = set[tuple[object, str]]()  # of classes, that have run: in which module, and by which name
         self._work, self._works = deque[tuple[object, str]](), False
         self._gate: Gate
@@ -166,17 +170,32 @@ class ReadSet:
         self._gate.goes_with(profile, aside)
 
     def _begin(self, roots: tuple[object, ...]) -> None:
-        for module in worth_hearing():
-            self._gate.opens_module(module)
+        self._gate.open_modules(worth_hearing())
         for thing in self._apart.values():
             if type(thing) is FunctionType:
                 self._functions[identity(thing.__code__)].append(thing)
-        for kind in {*map(type, self._apart.values())}:
+        for thing in self._apart.values():
+            self._of_kinds[type(thing)].append(thing)
+        for kind, things in self._of_kinds.items():
             self._class(kind, whole=False)
-            if torch.nn.Module in mro_of(kind):
+            if Module in mro_of(kind):
                 self._of_class(kind, "forward")
+            if self._open(kind):
+                self._leads_nowhere(kind, things)
         for root in roots:
             self.value(root, name_of(root))
+
+    def _leads_nowhere(self, kind: type, things: list[Thing]) -> None:
+        """Of these objects, which are apart, nobody need tell of attributes of which the class has nothing, and which lead to
+        what is apart as well. Nor of the dictionary itself."""
+        of_class = {name for base in mro_of(kind) for name in vars_of(base)}
+        always = ["__dict__"] if type(in_class(kind, "__dict__")) is GetSetDescriptorType else []
+        for thing in things:
+            own, key = own_dict(thing) or {}, identity(thing)
+            names = [n for n, v in dict.items(own) if type(v) in _LIE_WITHIN or identity(v) in self._apart]
+            if Module in mro_of(kind):
+                names += [n for within in _WITHIN for n in own.get(within) or ()]
+            self.reads.update(dict.fromkeys([(key, n) for n in (*names, *always) if n not in of_class or n in always]))
 
     # -- the table
 
@@ -256,7 +275,7 @@ class ReadSet:
         """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
         if not alike(read.value, now):
             self.written.append(read.place)
-            tensors = [v for v in read.value if torch.Tensor in mro_of(type(v))]
+            tensors = [v for v in read.value if Tensor in mro_of(type(v))]
             self._replaced.extend(tensors)
             self.before.extend([read] if not tensors else [])
             self.reads[key] = read._replace(value=(), relied=False)
@@ -297,7 +316,7 @@ class ReadSet:
         self._kept.append(v)
         if kind is WrapperDescriptorType and v.__name__ in PAST:
             self._hold_whole()
-        elif torch.Tensor in mro_of(kind):
+        elif Tensor in mro_of(kind):
             if not self._apart:  # else tensors are looked after as well, wherever they are
                 self.note(tensor(v, path))
         elif type in mro_of(kind):
@@ -334,6 +353,10 @@ class ReadSet:
             self._open_if_made(kind)
         else:
             self._open(kind)
+        if (identity(kind), whole) in self._looked_at:
+            return
+        self._looked_at.add((identity(kind), whole))
+        self._kept.append(kind)
         for base in chain(mro_of(kind), mro_of(type(kind)) if whole else ()):
             if whose_class(base) in (TORCH, STDLIB, OURS):
                 self._silent.update({base: None} if whole else {})
@@ -342,7 +365,11 @@ class ReadSet:
             else:
                 self.note(klass(base, base.__qualname__, whole=whole))
         self._abstract = self._abstract or (whole and "_abc_impl" in vars_of(kind))
-        if whole and "__subclasses__" in self._ways and whose_class(kind) not in (TORCH, STDLIB, OURS):
+        if whole and "__subclasses__" in self._ways:
+            self._below(kind)
+
+    def _below(self, kind: type) -> None:
+        if whose_class(kind) not in (TORCH, STDLIB, OURS):
             self.note(subclasses(kind, kind.__qualname__))
 
     def _members(self, kind: Thing, *, few: bool = False) -> Members:
@@ -433,7 +460,7 @@ class ReadSet:
         of_module = ModuleType in mro_of(kind)
         if of_module and by in (TORCH, OURS) and frame is not None:
             self._gate.deaf[identity(frame.f_code)] = frame.f_code
-        if name == "__class__" or OURS in (by, _for_whom(frame)):
+        if name == "__class__" or by == OURS or (by == STDLIB and _for_whom(frame) == OURS):
             return
         if of_module:
             self._of_module(thing, name, by)
@@ -487,8 +514,12 @@ class ReadSet:
         if owner is not None and name not in DOORS and whose_class(owner) not in (USER, STDLIB, OURS):
             self._of_class(kind, name)
         value = dict.get(own_dict(thing) or {}, name, MISSING)
+        if value is MISSING:  # so it is for all that have it of the class
+            alike = [identity(x) for x in self._of_kinds[kind] if name not in (own_dict(x) or ())] if owner is not None else []
+            self.reads.update(dict.fromkeys([(key, name) for key in alike]))
+            return
         stray = self._strays.get(identity(value))
-        own = type(value) in values.PURE | CONSTANTS or (stray is not None and stray.made)
+        own = type(value) in _LIE_WITHIN or (stray is not None and stray.made)
         if not own and identity(value) not in self._paths:
             self.value(value, f"{kind.__name__}.{name}")
 
@@ -510,8 +541,11 @@ class ReadSet:
 
     def _open(self, kind: type) -> bool:
         """Whether what is read of objects of this class is heard from now on. (Of what is held in bulk nothing need be.)"""
-        apart = kind in _UNCHANGING or torch.Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
-        return not apart and self._gate.opens(kind)
+        key = identity(kind)
+        if key not in self._opened:
+            apart = kind in _UNCHANGING or Tensor in mro_of(kind) or values.is_held_in_bulk(kind)
+            self._opened[key] = kind, not apart and self._gate.opens(kind)
+        return self._opened[key][1]
 
     def writes(self, thing: Thing, name: str, frame: FrameType | None) -> None:
         key = identity(thing)
@@ -524,6 +558,8 @@ class ReadSet:
             self._met(thing, key, made=not own_dict(thing))  # what has no attributes yet is being made
             return
         if (key, name) in self.reads:
+            if self.reads[key, name] is None:  # where it leads from now on is told when it is read
+                del self.reads[key, name]
             return
         if ModuleType in mro_of(type(thing)):
             self.note(member(thing, name, f"{self._paths[identity(thing)]}.{name}"), relied=False)
@@ -550,7 +586,6 @@ class ReadSet:
         self._kept.append(code)
         for f in self._run_by(code, by, frame):
             self._function(f, f.__qualname__)
-            self._variables(f)
         if by != STDLIB:
             self._absent(code)
             self._within.update(identity(c) for c in code.co_consts if type(c) is CodeType)
@@ -582,11 +617,11 @@ class ReadSet:
 
     def _absent(self, code: CodeType) -> None:
         """Modules that code imports, and that are not there: no door hears of those. What imports may be another as well."""
-        if _IMPORTS_NAME not in code.co_code[::2] or not has_instruction(code, "IMPORT_NAME"):
+        if (names := _imported_in(code)) is None:
             return
         self.note(variable(vars(builtins), "__import__", "__import__"))
-        for level, name, _ in used_in(code).imports:
-            if level == 0 and name not in sys.modules:
+        for name in names:
+            if name not in sys.modules:
                 self.note(imported(name))
 
     def _imports(self, frame: FrameType) -> None:
@@ -604,8 +639,10 @@ class ReadSet:
             self._globals(f.__code__, f.__globals__)
 
     def _globals(self, code: CodeType, space: Table) -> None:
+        key = identity(space)
         for name in globals_of(code):
-            self.note(variable(space, name, name))
+            if (key, name) not in self.reads:
+                self.note(variable(space, name, name))
 
     def _space(self, code: CodeType, space: Table) -> None:
         self._globals(code, space)
@@ -621,13 +658,6 @@ class ReadSet:
         for name in code.co_names:
             if name.partition(".")[0] in sys.modules:
                 self._may_import(name)
-        if code.co_name == "<module>" or identity(space) in self._entered:
-            return
-        self._entered.add(identity(space))
-        self._kept.append(space)
-        for value in [*space.values()]:
-            if type in mro_of(type(value)) and vars_of(value).get("__module__") == space.get("__name__"):
-                self._open_if_made(value)
 
     def _may_import(self, name: str) -> None:
         """Hear what is read of the modules of this name, though they are torch's or Python's own."""
@@ -647,6 +677,16 @@ class ReadSet:
         for thing in kept:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
+                self._below(thing)
+
+
+@of_code
+def _imported_in(code: CodeType) -> frozenset[str] | None:
+    """The names of modules that code imports, but for those that are named beginning with its own package; None if it imports
+    nothing."""
+    if not has_instruction(code, "IMPORT_NAME"):
+        return None
+    return frozenset(name for level, name, _ in used_in(code).imports if level == 0)
 
 
 def _methods(kind: Thing, code: CodeType) -> list[FunctionType]:

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from types import BuiltinFunctionType, CellType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 
-import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from .._torch.dynamic import Thing
 from ..python.introspection import MISSING, own_dict
@@ -64,14 +65,14 @@ def is_iterator(kind: type) -> bool:
 
 def is_held_in_bulk(kind: type) -> bool:
     """Whether all of an object is one place: of torch's own layers, and of optimizers."""
-    if torch.nn.Module in mro_of(kind):
+    if Module in mro_of(kind):
         return whose_class(kind) == TORCH
-    return torch.optim.Optimizer in mro_of(kind)
+    return Optimizer in mro_of(kind)
 
 
 def is_compiled(v: Thing) -> bool:
     """Whether torch.compile may run a module's code, which no gate hears."""
-    own = own_dict(v) if torch.nn.Module in mro_of(type(v)) else None
+    own = own_dict(v) if Module in mro_of(type(v)) else None
     return own is not None and (own.get("_compiled_call_impl") is not None or type(v).__name__ == "OptimizedModule")
 
 
@@ -80,9 +81,9 @@ def places_of(v: Thing, kind: type, path: str) -> Iterable[Place]:
     mro = mro_of(kind)
     if not _CONTAINERS.isdisjoint(mro):
         yield held(v, path)
-    if torch.nn.Module in mro and is_held_in_bulk(kind):
+    if Module in mro and is_held_in_bulk(kind):
         yield layer(v, path)
-    elif torch.optim.Optimizer in mro:
+    elif Optimizer in mro:
         yield optimizer(v, path)
     elif kind is CellType:
         yield cell(v, path)

@@ -59,9 +59,6 @@ def whose_module(module: ModuleType) -> str:
     return STDLIB if top in sys.stdlib_module_names else TORCH if top == "torch" else USER
 
 
-_heard = dict[str, bool]()  # by file: whether it is nobody's of those that are let alone, which does not change
-
-
 _modules = list["weakref.ref[ModuleType]"]()
 _loaded: Thing = sys.modules
 _versions = Versions([_loaded], [])
@@ -81,10 +78,7 @@ def _is_worth_hearing(module: ModuleType) -> bool:
     file = _space_of(module).get("__file__")
     if type(file) is not str:
         return whose_module(module) == USER
-    found = _heard.get(file)
-    if found is None:
-        found = _heard[file] = whose(file) in (USER, PACKAGE)
-    return found
+    return not (origin.is_torchs(file) or _is_pythons(file))
 
 
 def whose_class(kind: type) -> str:

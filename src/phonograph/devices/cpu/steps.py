@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import is_grad_enabled
 
 from ..._torch.dynamic import Thing
 from ..._torch.tensors import neg_view, storage_at
@@ -62,6 +63,6 @@ class Step:
     ) -> None:  # fmt: skip
         self.places = places
         self.func, self.args, self.kwargs, self.results, self.variant = func, args, kwargs, results, variant
-        self.grad_mode, self.autocast = torch.is_grad_enabled(), casts
+        self.grad_mode, self.autocast = is_grad_enabled(), casts
         self.infers = infers
         """Whether it may ask, in inference mode, for which of its arguments gradients are wanted."""

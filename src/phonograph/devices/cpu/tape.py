@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..._torch.dynamic import Args, Kwargs, Thing
 from ..._torch.modes import without_modes
@@ -72,7 +73,7 @@ class Tape(OperatorWatch):
     calls_operators = True
     reads_counts = values_here = True
 
-    def __init__(self, device: torch.device, reach: Reach, slots: list[torch.Tensor], borrowed: Sequence[bool],
+    def __init__(self, device: torch.device, reach: Reach, slots: list[Tensor], borrowed: Sequence[bool],
                  arena: Arena) -> None:  # fmt: skip
         super().__init__(device, reach, slots, borrowed)
         self._arena = arena
@@ -174,7 +175,7 @@ class Tape(OperatorWatch):
                 out = self.casts.called(m, casts, func, args, kwargs)
             finally:
                 self.repeated = False
-        results = [out] if type(out) is torch.Tensor else operators.tensors_in(out, [])
+        results = [out] if type(out) is Tensor else operators.tensors_in(out, [])
         if m.reads_host and not results:
             return out  # it has read what holds the same in each replay
         made = self.memory_in(m, results)
@@ -220,7 +221,7 @@ class Tape(OperatorWatch):
         places, looked_at = self._places, zip(note.tensors, note.keys, note.looks, strict=True)
         return [places.get(key) or self._place_of(t, key) for t, key, look in looked_at if look]
 
-    def _place_of(self, t: torch.Tensor, key: int) -> Place:
+    def _place_of(self, t: Tensor, key: int) -> Place:
         # Not kept alive: a recording whose tensors outside are gone is never played (`slots/constants.py`).
         storage, own = t.untyped_storage(), key in self.gathered
         at = self._arena.take(storage.nbytes()) if own else storage.data_ptr()
@@ -235,7 +236,7 @@ class Tape(OperatorWatch):
 
     # -- branches and loops
 
-    def capture_branch(self, index: torch.Tensor, bodies: Sequence[Callable[[], None]]) -> None:
+    def capture_branch(self, index: Tensor, bodies: Sequence[Callable[[], None]]) -> None:
         taken = int(_read(index))
         pieces, left = [], None
         for i, body in enumerate(bodies):
@@ -245,8 +246,8 @@ class Tape(OperatorWatch):
         self._leave(left)
         self._steps.append(Step(CHOICE, (self._note(index), *pieces), {}, []))
 
-    def capture_loop(self, condition: Callable[[], torch.Tensor], body: Callable[[], None]) -> None:
-        asked: list[torch.Tensor] = []
+    def capture_loop(self, condition: Callable[[], Tensor], body: Callable[[], None]) -> None:
+        asked: list[Tensor] = []
         first, left = self._body(lambda: asked.append(condition()), taken=True)
         self._leave(left)
         goes_on = self._note(asked[0])
@@ -363,7 +364,7 @@ class Tape(OperatorWatch):
             found.where = one.where
             raise found
 
-    def _may_raise(self, said: str, written: Sequence[torch.Tensor] = ()) -> None:
+    def _may_raise(self, said: str, written: Sequence[Tensor] = ()) -> None:
         """This may raise in a replay, which knows of no Python code that would run after it, and of no value that the call has
         changed by then: the call has to begin again there, and what it has `written` outside is put back."""
         place = next(iter(changed(self._to_begin_with)), None)
@@ -400,7 +401,7 @@ class Tape(OperatorWatch):
         way to go on."""
         return not check.again or (not self.caught(any_kind=True) and self._begins_again())
 
-    def checks(self, check: Check, answer: torch.Tensor) -> bool:
+    def checks(self, check: Check, answer: Tensor) -> bool:
         """It is looked at where it is: a replay raises there, as eager does."""
         with without_modes():
             found = bool(READS_NUMBER(answer))  # for `Tensor.item` is the call's, which may go on by numbers
@@ -413,12 +414,12 @@ class Tape(OperatorWatch):
         self._steps.append(Step(check, (self._note(answer), given), {}, []))
         return check.good
 
-    def state_read(self, state: torch.Tensor, of: torch.device) -> None:
+    def state_read(self, state: Tensor, of: torch.device) -> None:
         super().state_read(state, of)
         if of.type == "cpu":
             self._steps.append(Step(read_state, (), {}, [self._new(state)]))
 
-    def state_set(self, state: torch.Tensor, of: torch.device) -> None:
+    def state_set(self, state: Tensor, of: torch.device) -> None:
         name = self.known.get(storage_id(state))
         if of.type != "cpu" or name is None:
             super().state_set(state, of)
@@ -428,11 +429,11 @@ class Tape(OperatorWatch):
         self.drew = True
         self._steps.append(Step(torch.default_generator.set_state, (self._note(state),), {}, []))
 
-    def cut(self, part: Break, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+    def cut(self, part: Break, inputs: list[Tensor], results: list[Tensor]) -> None:
         self._cuts.append((len(self._steps), part, [*map(self._note, inputs)], [*map(self._note, results)]))
         self._same = self.position()
 
-    def _constant(self, t: torch.Tensor) -> torch.Tensor:
+    def _constant(self, t: Tensor) -> Tensor:
         """A tensor made of Python numbers: each replay starts from its value again."""
         super()._constant(t)
         if not t.untyped_storage().resizable():  # it is an array's
@@ -442,7 +443,7 @@ class Tape(OperatorWatch):
         self._steps.append(Step(aten.clone.default, (t.clone(),), {}, [operand]))
         return t
 
-    def _save(self, written: list[torch.Tensor]) -> None:
+    def _save(self, written: list[Tensor]) -> None:
         for t in written:
             key = storage_id(t)
             if self._shows is None and (key in self.theirs or key in self.slot_ids):
@@ -456,7 +457,7 @@ class Tape(OperatorWatch):
                     trial.undo.append((t.untyped_storage(), t.untyped_storage().clone()))
                     trial.undone.add(key)
 
-    def _new(self, t: torch.Tensor) -> Operand:
+    def _new(self, t: Tensor) -> Operand:
         storage = t.untyped_storage()
         key = storage._cdata
         place = self._places.get(key) if key in self.known else None
@@ -476,7 +477,7 @@ class Tape(OperatorWatch):
     def _note(self, value: Thing) -> Thing:
         if type(value) in NO_TENSORS:
             return value
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             if not has_memory(value):
                 return value  # it is the same at each replay
             key = storage_id(value)
@@ -497,7 +498,7 @@ class Tape(OperatorWatch):
         for generator, state in self._generator_states if self.drew else ():
             generator.set_state(state)
 
-    def program(self, footprint: Spans, slots: list[torch.Tensor], keep: object) -> Program:
+    def program(self, footprint: Spans, slots: list[Tensor], keep: object) -> Program:
         """What a replay runs: the steps, in segments if operators run live between."""
         ends = [n for n, *_ in self._cuts]
         pieces = [*enumerate(zip([0, *ends], [*ends, len(self._steps)], strict=True))]
@@ -535,7 +536,7 @@ def _any_trained(args: Args, kwargs: Kwargs) -> bool:
     return any(t.requires_grad for t in operators.operands(args, kwargs))
 
 
-def _read(t: torch.Tensor) -> Thing:
+def _read(t: Tensor) -> Thing:
     """The number in a tensor, which is read by nobody of the call."""
     with without_modes():
         return aten._local_scalar_dense.default(t)
