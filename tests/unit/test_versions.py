@@ -2,9 +2,12 @@
 
 import collections
 import contextlib
+import gc
+import weakref
 
 import pytest
 
+from phonograph._torch import native
 from phonograph.python import dict_versions as versions
 from phonograph.python.dict_versions import Versions, of_class, tell
 
@@ -142,3 +145,29 @@ def test_what_has_an_order_or_methods_of_its_own_does_not_tell():
     assert not tell([vars(Thing)])
     with contextlib.suppress(AttributeError):
         del Thing.a
+
+
+def test_a_dictionary_that_lies_where_another_was_is_heard_of():
+    """Who watches dictionaries knows them by where they lie, and has to hear when one goes."""
+    places = set()
+    for n in range(2_000):
+        d = {"a": n}
+        places.add(id(d))
+        before = versions.dict_version(d)
+        d["a"] = n + 0.5
+        assert versions.dict_version(d) != before
+        del d
+    assert len(places) < 2_000
+
+
+def test_facts_keep_the_dictionary_whose_version_they_compare():
+    if not native.tells_versions:
+        pytest.skip("there is no helper that tells versions")
+    d = {"a": 1}
+    gone = weakref.finalize(of := Thing(), int)
+    of.__dict__["held"] = d
+    facts = native._native.Facts([("version", d), ("version", of.__dict__)])
+    del d, of
+    gc.collect()
+    assert not gone.alive
+    assert facts()

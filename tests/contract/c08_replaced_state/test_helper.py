@@ -320,3 +320,26 @@ def test_c22_what_counts_beside_a_step_costs_a_reading(device, where, helper):
     """The variable of a loop at the top of a script, and ``self.steps += 1``."""
     quiet, counting = beside_a_counter(device, where)
     assert counting <= quiet + 3
+
+
+@pytest.mark.parametrize("where", ["variables of the module", "attributes"])
+def test_c08_what_changes_after_a_long_count_beside_it_is_noticed(device, where, helper):
+    """By then these places are read, and their dictionaries are not asked for versions any more."""
+    counts, weight = Counts(), torch.ones(4, device=device)
+
+    def step(x):
+        return (x * weight * counts.factor * FACTOR).sin()
+
+    recorded, x = pg.record(step, keep="always"), torch.ones(4, device=device)
+    space, name = {"variables of the module": (globals(), "FACTOR"), "attributes": (vars(counts), "factor")}[where]
+    was = space[name]
+    try:
+        for n in range(96):
+            space["turn"] = n + 0.5
+            if n in (48, 49, 80):
+                space[name] = was + n
+            assert_same(recorded(x), step(x))
+    finally:
+        space[name] = was
+        globals().pop("turn", None)
+    assert pg.stats(recorded).replayed >= 80
