@@ -22,6 +22,7 @@ from __future__ import annotations
 import dis
 import inspect
 import math
+import re
 import sys
 import threading
 from collections import Counter
@@ -40,7 +41,7 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import hands_out, percent_texts, remainders, uses_of_float, uses_of_int, uses_of_reductions, uses_of_type
+from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_reductions, uses_of_type
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
 from ..python.rows import Element, elements
@@ -116,6 +117,7 @@ _UNSEEN = frozenset({"ctypes", "c_float", "c_double", "struct", "pack", "pack_in
 # torch's own, autocast and devices ask for modes of theirs.
 _ASKS = "has_torch_function"
 _ASKS_FOR_MODES = (_ASKS, "_len_torch_function_stack", "_get_current_function_mode", "_is_torch_function_mode_enabled")
+_PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")
 
 
 class Following:
@@ -586,19 +588,8 @@ def judged(
             continue
         if unseen := _unseen_by(code) - ({"type"} if ("type", id(space)) in dials.converting else set()):
             dials.stray_all(f"may be taken by {min(unseen)} in {code.co_name}", _kept(dials, both))
-        elif "else" in percent_texts(code):
+        elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
             dials.stray_all(f"may be formatted by % in {code.co_name}", _kept(dials, both))
-    if by := _formats(dials, [code for code, _ in both if not (is_torchs(code.co_filename) or is_ours(code.co_filename))]):
-        dials.stray_all(f"may be formatted by % in {by}", _kept(dials, both))
-
-
-def _formats(dials: Dials, ran: Sequence[CodeType]) -> str:
-    """The name of a function that may format by a text that another gives it; "" if there is none. (``self.steps % every`` does
-    not, where the steps are a number that is followed.)"""
-    if not any("given" in percent_texts(code) for code in ran):
-        return ""
-    numbers = {spot.at[1] for spot in dials.spots}
-    return next((code.co_name for code in ran if not remainders(code) <= numbers), "")
 
 
 def asks_of_classes(dials: Dials, ran: Iterable[tuple[CodeType, dict[str, object]]]) -> bool:

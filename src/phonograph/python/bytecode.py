@@ -21,9 +21,8 @@ from .code_cache import of_code
 
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asked_of_base", "asks_its_base",
            "catches", "compares_identity", "formats_any", "hands_out", "has_instruction", "items_set", "looks_around",
-           "looks_around_itself", "matches", "names_in", "percent_texts", "read_at", "remainders", "set_at",
-           "slight_use_in", "used_in", "used_in_full", "uses_of_float", "uses_of_int", "uses_of_reductions",
-           "uses_of_type", "words_in", "words_of"]  # fmt: skip
+           "looks_around_itself", "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full",
+           "uses_of_float", "uses_of_int", "uses_of_reductions", "uses_of_type", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -578,71 +577,6 @@ def _formats_another(code: CodeType) -> bool:
                 return True
         before = before if i.opname in _SILENT else [i]
     return False
-
-
-@of_code
-def percent_texts(code: CodeType) -> Set[str]:
-    """What code, or a function that it defines, does with its texts that format numbers (``"%.2f"``): "given", where one is an
-    argument of a call, and "else"."""
-    found = set[str]()
-    for inner in all_within(code):
-        every = [*dis.get_instructions(inner)]
-        for n, i in enumerate(every):
-            if i.opname == "LOAD_CONST" and _formats_numbers(i.argval):
-                found.add("given" if type(i.argval) is str and _is_given(every[n + 1 :]) else "else")
-    return found
-
-
-_PERCENT = re.compile(r"%[-+ #0-9.*]*[eEfFgG]")
-
-
-def _formats_numbers(x: object) -> bool:
-    return any(map(_formats_numbers, x)) if type(x) is tuple else type(x) is str and _PERCENT.search(x) is not None
-
-
-def _is_given(following: Instructions) -> bool:
-    """Whether what has just been loaded, and which these instructions follow, is an argument by position, and nothing else."""
-    depth = 0
-    for i in following:
-        if i.opname in _GIVEN and (i.arg or 0) > depth:
-            return True
-        if i.opcode in _JUMPS or i.is_jump_target:
-            return False
-        depth += dis.stack_effect(i.opcode, i.arg if i.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
-        if depth < 0:
-            return False
-    return False
-
-
-@of_code
-def remainders(code: CodeType) -> Set[str | None]:
-    """The names of what stands on the left of ``%`` in code, or in a function that it defines, and may be a text; None for what
-    has no name."""
-    every = [[i for i in dis.get_instructions(inner) if i.opname not in _SILENT] for inner in all_within(code)]
-    found = {
-        _left(heard, n) for heard in every for n, i in enumerate(heard) if i.argrepr in ("%", "%=") or "MODULO" in i.opname
-    }
-    return found - {""}
-
-
-def _left(heard: Instructions, at: int) -> str | None:
-    """The name of what this ``%`` has on its left; "" where a number is on its right, or on its left what stands there."""
-    right = at - 1
-    while heard[right].opname == "LOAD_ATTR":
-        right -= 1
-    last, left = heard[at - 1], heard[right - 1]
-    if last.opname in _LITERALS and isinstance(last.argval, (int, float)):
-        return ""
-    plain = heard[right].opname.startswith(_LOADS) and not any(i.is_jump_target for i in heard[right : at + 1])
-    if not plain or isinstance(heard[right].argval, tuple):
-        return None
-    if left.opname in _LITERALS:
-        return ""
-    named = left.opname.startswith(("LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL"))
-    return left.argval if named and isinstance(left.argval, str) else None
-
-
-_LITERALS = ("LOAD_CONST", "LOAD_SMALL_INT")
 
 
 def _texts_kept(code: CodeType) -> set[object]:

@@ -4,7 +4,6 @@ call would have left. What else is done with such a number makes it run live; no
 import dataclasses
 import inspect
 import json
-import logging
 import math
 
 import numpy as np
@@ -792,63 +791,3 @@ def test_c09_a_count_that_is_looked_for_in_a_set(device):
 def test_c09_a_set_that_changes_in_which_a_count_is_looked_for(device):
     recorded = alongside(device, Looks, calls=30, change=lambda thing, n: n == 20 and thing.at.add(24), keep="always")
     assert pg.stats(recorded).replayed >= 20, reasons(recorded)
-
-
-class Logging:
-    """What a trainer says each few steps."""
-
-    def __init__(self, device, every=4):
-        self.n, self.every, self.weight = 0, every, torch.ones(4, device=device)
-
-    def step(self, x):
-        loss = (x * self.weight).square().sum()
-        self.n += 1
-        if self.n % self.every == 0:
-            logging.getLogger("of a trainer").info("step %d: %.4f, %g", self.n, loss.item(), self.n / 2)
-        return loss
-
-
-@may_run_live
-def test_c09_a_step_that_logs_now_and_then_is_recorded_in_between(device, caplog):
-    ours, theirs = Logging(device), Logging(device)
-    step = pg.record(ours.step, keep="always")
-    with caplog.at_level(logging.INFO, "of a trainer"):
-        for n in range(40):
-            x = torch.full((4,), n / 8, device=device)
-            assert_same(step(x), theirs.step(x))
-    said = [r.getMessage() for r in caplog.records if r.name == "of a trainer"]
-    assert said[::2] == said[1::2]
-    assert len(said) == 20
-    assert ours.n == 40
-    assert pg.stats(step).replayed >= 20, pg.explain(step)
-
-
-def shown(text, number):
-    return text % number
-
-
-@may_run_live
-@pytest.mark.parametrize("way", ["another function", "here", "a variable"])
-def test_c09_a_count_that_is_formatted_is_right(device, way):
-    """By a text that is given to code that formats, or that stands where it is formatted."""
-
-    class Formats:
-        def __init__(self):
-            self.n, self.rate = 0, 0.5
-
-        def step(self, x):
-            self.n += 1
-            if way == "another function":
-                found = len(shown("%.3f and more", self.n))
-            elif way == "here":
-                found = len("%.3f" % self.n)  # noqa: UP031
-            else:
-                text = "%.3f"
-                found = len(text % self.n)
-            return x * found
-
-    ours, theirs = Formats(), Formats()
-    step = pg.record(ours.step, keep="always")
-    for n in range(14):
-        x = torch.full((4,), n / 8, device=device)
-        assert_same(step(x), theirs.step(x))
