@@ -187,7 +187,7 @@ def test_c13_such_a_module_raises(device):
                 both(x, mask & False)
         else:
             both(x, mask)
-    if device.type == "cpu":  # a capture on a GPU goes on as the live call before it did, which has raised, and comes to nothing
+    if device.type == "cpu":  # a capture on a GPU goes on as the live call before did, which has raised, and comes to nothing
         assert counts(both)[2] >= 5, reasons(both)
 
 
