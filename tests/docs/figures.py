@@ -163,7 +163,7 @@ def operators() -> str:
         ended = Counter[str]()
         for ways in result["members"].values():
             for row in ways.values():
-                ended.update(row)
+                ended.update({how: many for how, many in row.items() if how != "said"})
         counts = [sum(ended[how] for how in each) for each in ENDS.values()]
         tried = sum(ended.values()) - ended["none"]
         rows.append([device(result), len(result["members"]), tried, *counts, tried - sum(counts)])
