@@ -58,7 +58,7 @@ _WITHOUT_A_WORD = (torch.Stream, *filter(None, [getattr(torch, "Event", None)]))
 
 def tells_its_end(kind: type) -> bool:
     """Whether an object of this class may be referred to weakly: it says so when it goes. Streams and events of a GPU take weak
-    references, and leave them behind as torch 2.11 to 2.14 frees them."""
+    references, and leave them behind as torch 2.11 frees them."""
     return bool(kind.__weakrefoffset__) and not any(base in _WITHOUT_A_WORD for base in kind.__mro__)
 
 
