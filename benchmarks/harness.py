@@ -177,7 +177,7 @@ class Report:
             "device": self.arguments.device,
             "hardware": machine.hardware(torch.device(self.arguments.device)),
             "versions": machine.versions() | _versions_of("triton", "transformers", "timm", "diffusers", "tensordict"),
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
 

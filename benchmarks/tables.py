@@ -130,7 +130,7 @@ def calls(result: Results) -> str:
 
 
 def setup(result: Results) -> str:
-    found = result["figures"]["set-up"]
+    found = result["figures"]["set-up"]["first"]
     return (
         f"Recording a GPT-2 step ({result['hardware']}): a live step takes {found['live ms']:.1f} ms; calls 1 to 3 take "
         f"{found['call 1 ms']:.0f}, {found['call 2 ms']:.0f} and {found['call 3 ms']:.1f} ms."
