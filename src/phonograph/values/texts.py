@@ -10,6 +10,7 @@ import contextlib
 import copy
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
@@ -83,7 +84,8 @@ def may_miss(ran: Iterable[CodeType]) -> bool:
 
 def _may_swallow(code: CodeType) -> bool:
     """Whether this ends a context, and may keep an exception there."""
-    return code.co_name == "__exit__" and (code.co_filename != _WITHIN or code is contextlib.suppress.__exit__.__code__)
+    lets_out = code.co_filename == _WITHIN and code is not contextlib.suppress.__exit__.__code__
+    return code.co_name == "__exit__" and not lets_out and code is not warnings.catch_warnings.__exit__.__code__
 
 
 @of_code
