@@ -94,7 +94,7 @@ class Budget:
         """Seconds of a recording's cost that its replays have not saved so far."""
         if self._always:
             return 0.0
-        return player.cost - player.played * (self._usual * _SAVED if player.saves is None else player.saves)
+        return player.cost - player.played * (self.usual * _SAVED if player.saves is None else player.saves)
 
     # -- what may be
 
@@ -115,19 +115,20 @@ class Budget:
 
     @property
     def _share(self) -> float:
-        return _START + SHARE * (self.live + self._counters.replayed * self._usual)
+        return _START + SHARE * (self.live + self._counters.replayed * self.usual)
 
     @property
-    def _usual(self) -> float:
+    def usual(self) -> float:
+        """Seconds of a live call; 0 before the first."""
         return self.least if self.least < math.inf else 0.0
 
     def beyond_usual(self, seconds: float) -> float:
         """What a live call that has taken so long has taken more than others."""
-        return max(0.0, seconds - self._usual)
+        return max(0.0, seconds - self.usual)
 
     def saved(self, players: Sequence[Player]) -> float:
         """Seconds that the replays of these have saved."""
-        return sum([p.played * (self._usual * _SAVED if p.saves is None else p.saves) for p in players])
+        return sum([p.played * (self.usual * _SAVED if p.saves is None else p.saves) for p in players])
 
     def unfit(self, players: Sequence[Player]) -> float:
         """Seconds that would be lost if these fit no more."""

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -45,7 +46,7 @@ from .contained import Contained
 from .describer import refused_here
 from .history import History
 from .live_run import LiveRun
-from .locking import acquired
+from .locking import Alongside, acquired
 from .making import BackwardKind, loses_overlap
 from .parts import Parts
 from .player import Player
@@ -81,6 +82,7 @@ class Recorded(Parts, Generic[P, R]):
         self._function: Callable[P, R] = function
         super().__init__(function, options)
         self._steps = optimizers.is_step(function)
+        self._alongside = Alongside()
         self._owner: weakref.ref[torch.nn.Module] | None = None  # the module whose calls these are
         self._uncalled: UncalledModule | None = None  # until it is called
         self._attempt = 0.0  # seconds that the last one took to record a call
@@ -134,13 +136,20 @@ class Recorded(Parts, Generic[P, R]):
         if closed or (rest.refusal is not None and rest.passes()):
             self._count_free(gate.closed if closed else rest.refusal)  # type: ignore[arg-type]
             begun = budget.now()
-            result = self._function(*args, **kwargs)
+            if gate.never is not None:
+                return self._function(*args, **kwargs)
+            key = get_ident(), begun
+            self._alongside.calls[key] = None
+            try:
+                result = self._function(*args, **kwargs)
+            finally:
+                del self._alongside.calls[key]
             self._backoff.budget.live += budget.now() - begun
             return result
-        if not lock.acquire(False) and not acquired():
+        if not (lock.acquire(False) or acquired()) or (self._alongside.calls and not self._alone()):
             self._counters.calls += 1
             self._counters.live += 1
-            return self._function(*args, **kwargs)
+            return self._alongside.run(self._function, args, kwargs)
         try:
             describer = self._describer
             known = self._known_calls.find(args, describer.with_state(kwargs) if describer.carried else kwargs)
@@ -167,7 +176,12 @@ class Recorded(Parts, Generic[P, R]):
             if (timed := self._trials.under_way) is not None:
                 timed.begin()
             begun = budget.now()
-            result = self._function(*args, **kwargs)
+            key = get_ident(), begun
+            self._alongside.calls[key] = None
+            try:
+                result = self._function(*args, **kwargs)
+            finally:
+                del self._alongside.calls[key]
             self._backoff.budget.live += budget.now() - begun
             return result
         if traced:
@@ -175,6 +189,13 @@ class Recorded(Parts, Generic[P, R]):
         if answered:
             return value  # type: ignore[no-any-return]
         return self._refused(value, args, kwargs)  # type: ignore[no-any-return]  # outside of the lock
+
+    def _alone(self) -> bool:
+        """Whether no other thread makes a live call. Else the lock is let go."""
+        alone = self._alongside.ended(self._backoff.budget.usual)
+        if not alone:
+            lock.release()
+        return alone
 
     def _count_free(self, refusal: Refusal) -> None:
         """Count a live call whose reason was reported before."""
@@ -191,6 +212,8 @@ class Recorded(Parts, Generic[P, R]):
 
     def _answer(self, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         """Replay, record or warm up: (True, the result). Or refuse: (False, the refusal)."""
+        if sys.is_finalizing():  # modules are being taken apart: a destructor's call
+            return True, self._function(*args, **kwargs)
         with lock, unwound():
             self._counters.calls += 1
             begun = budget.now()
@@ -464,7 +487,7 @@ class Recorded(Parts, Generic[P, R]):
             if (timed := self._trials.under_way) is not None:
                 timed.begin()
             begun = budget.now()
-            result = self._function(*args, **kwargs)
+            result = self._alongside.run(self._function, args, kwargs)
         took = budget.now() - begun
         if history is not None and notes is not None:
             history.divergence.lost += self._backoff.budget.beyond_usual(took)

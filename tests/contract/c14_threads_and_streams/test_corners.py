@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -321,3 +322,59 @@ def test_c11_errors_name_what_was_given_wrongly(device, tmp_path):
     (tmp_path / "trace.json").write_text("no trace")
     with pytest.raises(ValueError, match=r"trace.json is no trace"):
         pg.report(tmp_path / "page.html", trace=tmp_path / "trace.json")
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # eager says so, too, in a thread that has just begun
+def test_c14_a_step_that_two_threads_make_each_with_a_model_of_its_own(device):
+    """While one thread runs live, another's capture or comparison takes what that changes for its own."""
+
+    def trained(record):
+        torch.manual_seed(0)
+        nets = [nn.Linear(6, 3).to(device) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9) for net in nets]
+
+        def step(i, x):
+            optimizers[i].zero_grad()
+            nets[i](x).square().mean().backward()
+            optimizers[i].step()
+
+        step = record(step)
+        for n in range(14):
+            x = ramp(device, 4, 6) * (n + 1)
+            threads = [threading.Thread(target=step, args=(i, x)) for i in range(2)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+        return [p.detach().clone() for net in nets for p in net.parameters()], step
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        expected, _ = trained(lambda f: f)
+        for _ in range(30):
+            found, step = trained(pg.record)
+            assert_same(found, expected)
+        assert pg.stats(step).replayed, pg.explain(step)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_c14_a_call_waits_for_a_live_one_of_another_thread_only_so_long(device):
+    """That may wait for this one."""
+    entered, goes = threading.Event(), threading.Event()
+
+    def step(x):
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            goes.wait(60)
+        return x * 2
+
+    recorded, x = pg.record(step), ramp(device, 3)
+    other = threading.Thread(target=recorded, args=(ramp(device, 4),))
+    other.start()
+    try:
+        assert entered.wait(60)
+        for _ in range(5):
+            assert_same(recorded(x), x * 2)
+    finally:
+        goes.set()
+        other.join()
