@@ -35,6 +35,7 @@ from .._torch.native import Fact
 from .._torch.tensors import TensorBase, is_ordinary, owners, use_count
 from ..python.identity import identity
 from ..python.standing import fresh_in_children
+from .replaced import back_again, stands_for
 
 __all__ = ["Door", "Room", "gradient", "gradients", "has_gradient_door", "may_have_door", "nobody_has", "room_of", "states"]
 
@@ -89,6 +90,7 @@ class _Replaced:
             if made is None:
                 return False
             self._there = before, made
+            stands_for(made, before)
             setattr(self._owner, self._name, made)
         return True
 
@@ -96,6 +98,7 @@ class _Replaced:
         """It is again what it was; where somebody has put another there, which calls it, it stays."""
         if self._there is not None and vars(self._owner).get(self._name) is self._there[1]:
             setattr(self._owner, self._name, self._there[0])
+            back_again(self._there[1])
             self._there = None
 
 
@@ -163,6 +166,7 @@ def _remove(p: object) -> None:
 
 
 _attribute = property(_get, _give, _remove, _inherited.__doc__)
+stands_for(_attribute)
 _swap = _Replaced(torch.utils, "swap_tensors", _telling(lambda: gradients.opened()))
 _engine = _Replaced(
     torch.autograd.Variable, "_execution_engine", lambda engine: hearing(engine, gradients.busy, gradients.opened)
@@ -414,6 +418,7 @@ class _State(metaclass=_Unseen):
 
 
 _state = _State()
+stands_for(_state)
 _restore = _Replaced(torch.optim.Optimizer, "__setstate__", _telling(lambda: states.opened()))
 
 

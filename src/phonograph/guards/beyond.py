@@ -30,6 +30,7 @@ from .carried_state import Carried
 from .noted_places import of_classes, together
 from .packages import is_anothers
 from .reachable import Reach
+from .replaced import as_was
 
 __all__ = ["Beyond", "beyond"]
 
@@ -148,7 +149,8 @@ def _changed(members: Members) -> list[str]:
     if members.names is not None:
         return []
     before, now = members.before, vars_of(members.kind)
-    return [n for n in {*before, *now} - UNREAD if now.get(n, MISSING) is not before.get(n, MISSING)]
+    of = [n for n in {*before, *now} - UNREAD if now.get(n, MISSING) is not before.get(n, MISSING)]
+    return [n for n in of if as_was(now.get(n, MISSING)) is not as_was(before.get(n, MISSING))]
 
 
 def _heard(reads: ReadSet, left_out: LeftOut, frame: FrameType) -> Overlooked | Refusal | None:

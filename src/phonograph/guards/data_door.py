@@ -13,6 +13,7 @@ from .._torch.dynamic import Private
 from .._torch.dynamo import not_compiled_by_itself
 from .._torch.tensors import TensorBase, alias, has_memory, is_ordinary, storage_id
 from .attribute_epochs import Door
+from .replaced import stands_for
 
 __all__ = ["data", "handed_out"]
 
@@ -33,6 +34,7 @@ def _get(t: torch.Tensor) -> torch.Tensor:
 
 
 _attribute = property(_get, _inherited.__set__, None, _inherited.__doc__)
+stands_for(_attribute)
 
 
 def _hang() -> None:

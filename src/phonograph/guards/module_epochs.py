@@ -28,7 +28,9 @@ from .._torch.dynamo import not_compiled_by_itself
 from .._torch.modules import member_accessor
 from .._torch.tensors import TensorBase, has_memory
 from ..python.identity import identity
+from ..python.introspection import MISSING
 from ..python.standing import fresh_in_children
+from .replaced import back_again, stands_for
 
 __all__ = ["Wrapped", "all_wrapped", "epoch", "give_back", "leave", "watch"]
 
@@ -64,6 +66,7 @@ class Wrapped:
             self._own = self.name in vars(self._owner)
             self._before = vars(self._owner)[self.name] if self._own else getattr(self._owner, self.name)
             self._there = self._make(self._before)
+            stands_for(self._there, self._before if self._own else MISSING)
             setattr(self._owner, self.name, self._there)
 
     def back(self) -> None:
@@ -74,6 +77,7 @@ class Wrapped:
             setattr(self._owner, self.name, self._before)
         else:
             delattr(self._owner, self.name)
+        back_again(self._there)
         self._there = None
 
 

@@ -18,6 +18,7 @@ from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, contents, dictionary_of
 from ..reads.place import UNREAD, Place, Read, in_class, is_constant, vars_of
 from ..reads.readset import Members
+from .replaced import as_was
 
 __all__ = ["of_classes", "together"]
 
@@ -178,14 +179,19 @@ def _is_same(a: Reading, b: Reading) -> bool:
 
 
 def _reading(members: Members, names: Set[str]) -> Callable[[], Reading]:
-    own = vars_of(members.kind)
+    """(What we have put in the place of torch's own is read as what was there.)"""
+    own, missing = vars_of(members.kind), MISSING
     if members.names is not None:
         few = [*members.names]
-        return lambda: tuple([own.get(n, MISSING) for n in few])
-    counting, missing = (names | _SPECIAL) - UNREAD, MISSING
-    there = [n for n, v in own.items() if n in counting and members.before.get(n, missing) is v]
-    absent = counting - own.keys()
-    return lambda: (*[own.get(n, missing) for n in there], *(own.keys() & absent))
+        return lambda: tuple([as_was(own.get(n, missing)) for n in few])
+    counting = (names | _SPECIAL) - UNREAD
+    now = {n: as_was(own.get(n, missing)) for n in counting}
+    there = [n for n, v in now.items() if v is not missing and as_was(members.before.get(n, missing)) is v]
+    absent = {n for n, v in now.items() if v is missing}
+    return lambda: (
+        *[as_was(own.get(n, missing)) for n in there],
+        *[n for n in own.keys() & absent if as_was(own[n]) is not missing],
+    )
 
 
 def _is_cache(thing: Thing) -> bool:

@@ -2,6 +2,7 @@
 one needs it. Otherwise torch's attributes are the very same objects as if phonograph were not there."""
 
 import gc
+import os
 import sys
 import threading
 import weakref
@@ -308,3 +309,33 @@ def test_c08_a_backward_outside_that_gives_other_gradients_is_heard(device):
     recorded, found = run(lambda step: pg.record(step, warmup=1, keep="always"))
     assert_same(found, run(lambda step: step)[1])
     assert pg.stats(recorded).replayed >= 3, pg.explain(recorded)
+
+
+_FIRST = """
+import sys
+import torch
+import phonograph as pg
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.total += y.detach().sum(0)  # which asks torch's class how an attribute is set
+        return y
+
+device = torch.device(sys.argv[1])
+model = Counts().to(device)
+f = pg.record(lambda x: model(x).detach(), keep="always")
+for _ in range(6):
+    f(torch.ones(2, 3, device=device))
+print(pg.stats(f).recorded, [line for line in pg.explain(f).splitlines() if line.startswith("changed")])
+"""
+
+
+def test_c15_doors_are_no_change_of_torchs_classes_on_which_the_first_recording_relies(device):
+    ended = forked.run(_FIRST, str(device), env={**os.environ, "PHONOGRAPH_CONSTANTS": "read"})
+    assert ended.stdout.splitlines() == ["1 []"], (ended.stdout, ended.stderr)
