@@ -134,61 +134,52 @@ class Recorded(Parts, Generic[P, R]):
             again = functools.partial(Recorded.__call__, self, *args, **kwargs)
             return self._trials.timed(again)  # type: ignore[no-any-return]
         if closed or (rest.refusal is not None and rest.passes()):
-            self._count_free(gate.closed if closed else rest.refusal)  # type: ignore[arg-type]
-            begun = budget.now()
-            if gate.never is not None:
-                return self._function(*args, **kwargs)
-            key = get_ident(), begun
-            self._alongside.calls[key] = None
+            free, timed = gate.closed if closed else rest.refusal, None
+        else:
+            if not (lock.acquire(False) or acquired()) or (self._alongside.calls and not self._alone()):
+                self._counters.calls += 1
+                self._counters.live += 1
+                return self._alongside.run(self._function, args, kwargs)
             try:
-                result = self._function(*args, **kwargs)
+                describer = self._describer
+                known = self._known_calls.find(args, describer.with_state(kwargs) if describer.carried else kwargs)
+                if known is not None:
+                    kind, tensors = known
+                    free = None if kind.history is None else self._backoff.at_a_glance(kind.history)
+                    if kind.history is None and (played := kind.play(tensors)) is not None:
+                        counters = self._counters
+                        result, copied = played
+                        counters.calls += 1
+                        counters.replayed += 1
+                        counters.bytes_copied += copied
+                        return result  # type: ignore[no-any-return]
+                else:
+                    free = self._undescribed.still(args, kwargs)
+                if free is None:
+                    traced = torch.compiler.is_compiling()  # by `torch.export`, say
+                    if not traced:
+                        answered, value = self._answer(args, kwargs)
             finally:
-                del self._alongside.calls[key]
-            self._backoff.budget.live += budget.now() - begun
-            return result
-        if not (lock.acquire(False) or acquired()) or (self._alongside.calls and not self._alone()):
-            self._counters.calls += 1
-            self._counters.live += 1
-            return self._alongside.run(self._function, args, kwargs)
-        try:
-            describer = self._describer
-            known = self._known_calls.find(args, describer.with_state(kwargs) if describer.carried else kwargs)
-            if known is not None:
-                kind, tensors = known
-                free = None if kind.history is None else self._backoff.at_a_glance(kind.history)
-                if kind.history is None and (played := kind.play(tensors)) is not None:
-                    counters = self._counters
-                    result, copied = played
-                    counters.calls += 1
-                    counters.replayed += 1
-                    counters.bytes_copied += copied
-                    return result
-            else:
-                free = self._undescribed.still(args, kwargs)
+                lock.release()
             if free is None:
-                traced = torch.compiler.is_compiling()  # by `torch.export`, say
-                if not traced:
-                    answered, value = self._answer(args, kwargs)
-        finally:
-            lock.release()
-        if free is not None:
-            self._count_free(free)
-            if (timed := self._trials.under_way) is not None:
-                timed.begin()
-            begun = budget.now()
-            key = get_ident(), begun
-            self._alongside.calls[key] = None
-            try:
-                result = self._function(*args, **kwargs)
-            finally:
-                del self._alongside.calls[key]
-            self._backoff.budget.live += budget.now() - begun
-            return result
-        if traced:
-            return self._function(*args, **kwargs)
-        if answered:
-            return value  # type: ignore[no-any-return]
-        return self._refused(value, args, kwargs)  # type: ignore[no-any-return]  # outside of the lock
+                if traced:
+                    return self._function(*args, **kwargs)
+                if answered:
+                    return value  # type: ignore[no-any-return]
+                return self._refused(value, args, kwargs)  # type: ignore[no-any-return]  # outside of the lock
+            timed = self._trials.under_way
+        self._count_free(free)  # type: ignore[arg-type]
+        if timed is not None:
+            timed.begin()
+        begun = budget.now()
+        key = get_ident(), begun
+        self._alongside.calls[key] = None
+        try:
+            result = self._function(*args, **kwargs)
+        finally:  # (`Alongside.run`, without a function of ours after the user's)
+            del self._alongside.calls[key]
+        self._backoff.budget.live += budget.now() - begun
+        return result
 
     def _alone(self) -> bool:
         """Whether no other thread makes a live call. Else the lock is let go."""

@@ -360,12 +360,12 @@ def test_c14_a_step_that_two_threads_make_each_with_a_model_of_its_own(device):
 
 def test_c14_a_call_waits_for_a_live_one_of_another_thread_only_so_long(device):
     """That may wait for this one."""
-    entered, goes = threading.Event(), threading.Event()
+    entered, goes, went = threading.Event(), threading.Event(), []
 
     def step(x):
         if threading.current_thread() is not threading.main_thread():
             entered.set()
-            goes.wait(60)
+            went.append(goes.wait(60))
         return x * 2
 
     recorded, x = pg.record(step), ramp(device, 3)
@@ -378,3 +378,4 @@ def test_c14_a_call_waits_for_a_live_one_of_another_thread_only_so_long(device):
     finally:
         goes.set()
         other.join()
+    assert went == [True]
