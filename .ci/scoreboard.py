@@ -12,7 +12,6 @@ import argparse
 import ast
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -92,18 +91,6 @@ def noted(every: int) -> dict[str, object]:
     return {"programs noted": sum(found.values()), **{f"noted: {what}": n for what, n in found.items()}}
 
 
-def shadow() -> dict[str, object]:
-    """In how many verdicts of the guards the reads that were noted differ, over the tests of the state that calls read."""
-    folders = ("tests/contract/c08_replaced_state", "tests/contract/c09_python_values")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "shadow.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.shadow", *folders]
-        subprocess.run(command, cwd=ROOT, capture_output=True, check=False, env={**os.environ, "SHADOW": str(out)})
-        counts, _ = json.loads(out.read_text())
-    what = ("both hold", "both changed", "only the guards changed", "only the reads changed")
-    return {f"shadow: {one}": counts.get(one, 0) for one in what}
-
-
 def growth() -> str:
     """The kinds of objects that grow beside what is read and cause no second recording."""
     tests = "tests/contract/c09_python_values/test_growing.py", "-k", "growth_beside_what_is_read"
@@ -115,11 +102,11 @@ def growth() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--whole", action="store_true", help="run all programs, and the tests in shadow")
+    parser.add_argument("--whole", action="store_true", help="run all programs")
     figures = size()
     if parser.parse_args().whole:
         figures |= {"places that a replay relies on": places(), **reading(), "kinds of growth that are quiet": growth()}
-        figures |= {**noted(1), **shadow()}
+        figures |= noted(1)
     else:
         figures |= noted(FEW)
     for name, figure in figures.items():

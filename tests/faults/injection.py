@@ -24,6 +24,7 @@ import phonograph as pg
 from phonograph.devices.cuts import Cuts
 from phonograph.engine import current_capture
 from phonograph.python import read_gate, standing
+from phonograph.reads import gate
 from phonograph.state.reentrancy import Nested
 from phonograph.testing import assert_same
 from tests.faults.programs import PROGRAMS, Program, Same
@@ -107,7 +108,8 @@ def house() -> dict[str, object]:
     return {
         **patched,
         "collector": (gc.isenabled(), [*gc.callbacks]), "nested": (Nested.running, Nested.waiting), "cuts": len(Cuts.now),
-        "modes": _len_torch_dispatch_stack(), "captures": len(current_capture._captures), "gates": read_gate._noting.locked(),
+        "modes": _len_torch_dispatch_stack(), "captures": len(current_capture._captures),
+        "gates": (read_gate._noting.locked(), len(gate._standing)),
         "standing": len(standing._all), "threads": torch._C._is_multithreading_enabled(), "grad": torch.is_grad_enabled(),
         "profile": sys.getprofile(), "autocast": torch.is_autocast_enabled("cpu"), "hook": sys.excepthook,
         "deterministic": torch.are_deterministic_algorithms_enabled(),

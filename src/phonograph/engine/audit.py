@@ -96,7 +96,6 @@ def difference(name: str, function: Callable[..., object], call: Call, player: P
         terms = retrace.again(partial(Comparison, retrace.digest), recording, device)
         try:
             with uncollected():
-                describer.packages.before()
                 reach = describer.reach(call)
                 with Nested(), ExitStack() as unplayed:
                     record(name, function, call, reach, device, terms, unplayed)

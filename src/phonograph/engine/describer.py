@@ -24,7 +24,6 @@ from ..errors import Overlooked, Refusal
 from ..guards.carried_state import Carried, Carries
 from ..guards.followed_numbers import Following
 from ..guards.hyperparameters import GOES_ON
-from ..guards.packages import Packages
 from ..guards.reachable import Reach
 from ..python.gc_control import uncollected
 from ..python.identity import identity
@@ -59,7 +58,7 @@ class Describer:
     def reset(self) -> None:
         """Forget what was learned from calls; not what captures have heard."""
         self.carried = Carried(self.carried.learns)
-        self.following, self.packages = Following(), Packages()
+        self.following = Following()
         self.recurring = RecurringObjects(self._calls)
 
     # -- the signature
@@ -107,7 +106,6 @@ class Describer:
         met = [((x if _has_code(x) else type(x)).__qualname__, x) for x in found]
         with uncollected():
             reach = Reach([(self._name, self._function), *objects, *parameters, *classes, *met], self.heard)
-        reach.packages = self.packages
         carried = set[int]()
         for value in self.carried.standing():
             flattener, leaves = Flattener(), list[object]()

@@ -194,7 +194,6 @@ class Maker:
             tracing = Tracing(device.torch_device) if history.capture.attached else None
             read: list[Refusal] = []
             terms = self._terms(call, history, tracing, replace(placement, borrow=borrow), read)
-            self._describer.packages.before()
             try:
                 with ExitStack() as undo:
                     with Nested(), _relying_on(reach):

@@ -11,7 +11,7 @@ from .._torch.dynamic import Leaves
 from ..capture.ddp_reducer import Reducers, around
 from ..capture.effects import Starts
 from ..capture.recording import memory_of
-from ..guards.beyond import Beyond, beyond
+from ..guards.beyond import Beyond
 from ..guards.snapshot import Snapshot
 from ..memory.spans import Spans
 from ..python.holders import Spot
@@ -69,7 +69,7 @@ class Prepared:
         if request.terms.concessions.feeds:
             fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.table.gradients.fed)
         grads = Grads(leaves, device.outlives, [t for _, t in reach.gathered if t.is_leaf], fed)
-        others = beyond(reach)
+        others = Beyond(reach)
         snapshot = undo.enter_context(transaction(reach, others, grads, device.torch_device))
         if fed is not None:
             fed.stand()

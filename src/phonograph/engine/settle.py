@@ -183,7 +183,7 @@ class Settlement:
         if relied is not reach:
             snapshot = Snapshot(relied)
             snapshot.also([*watch.relied_on.values()])
-        snapshot.also(self._prepared.beyond.holders(code.functions, relied, self._evidence.dials.marks))
+        snapshot.also(self._prepared.beyond.holders(self._evidence.dials.marks))
         if code.loggers:
             snapshot.also([levels(code.loggers)])
         return snapshot

@@ -1,7 +1,6 @@
 """What a call relies on beyond that which the walk finds: of installed packages, of torch and of the standard library.
 
-By default it is what the code that ran names of them (`packages`). With ``PHONOGRAPH_CONSTANTS=read`` it is what the call was
-heard to read (`reads`): also by names that code has worked out, and of modules that it imports.
+It is what the call was heard to read (`reads`): also by names that code has worked out, and of modules that it imports.
 
 A package may change what is its own business. A count that has moved on while a call was captured is left out (it moves in no
 replay, as no code runs), and so is an object in place of which another has come. Any other value that has changed would have to
@@ -11,94 +10,61 @@ change in each replay: such a call is refused, and what it has changed is put ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Protocol, TypeAlias
+from types import FrameType, FunctionType, ModuleType
+from typing import TypeAlias
 
-from .._torch.dynamic import Table, Thing
+from .._torch.dynamic import Thing
 from ..errors import Overlooked, Refusal
 from ..python.holders import Holder
 from ..python.identity import identity
-from ..python.introspection import MISSING
+from ..python.introspection import MISSING, is_anothers
 from ..python.origin import is_users
-from ..reads import CONSTANTS_ARE_READ
 from ..reads.place import UNREAD, Place, Read, is_constant, vars_of
 from ..reads.readset import Members, ReadSet
 from ..reads.whose import OURS, USER, whose_module
 from .carried_state import Carried
 from .noted_places import of_classes, together
-from .packages import is_anothers
 from .reachable import Reach
 from .replaced import as_was
 
-__all__ = ["Beyond", "beyond"]
+__all__ = ["Beyond"]
 
 LeftOut: TypeAlias = Callable[[FrameType], Overlooked | Refusal | None]
 _OF_OTHERS = frozenset({"<optimizer>"})
 """Kinds of places that are looked after elsewhere, wherever they lie."""
 
 
-class Beyond(Protocol):
+class Beyond:
     """What one call relies on beyond what is in reach."""
-
-    def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
-        """What is to be told of each function that starts, before it is asked what was `left_out`."""
-
-    def noting(self, called: object) -> AbstractContextManager[object]:
-        """Note what is read while the block runs."""
-
-    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
-        """This function tells of starts. What runs is not the call's while it is `aside`."""
-
-    def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
-        """The places that count, but for the numbers that are followed, of which `marks` are the identities. The call `ran`
-        these functions, each given as its code and its globals, and relies on what is in reach of `relied`.
-
-        Raises:
-            Refusal: the call has changed one that is no count.
-        """
-
-    def restore(self) -> None:
-        """Put back what the call has changed."""
-
-
-class _Named:
-    """By the names in code."""
-
-    def __init__(self, reach: Reach) -> None:
-        self._packages = reach.packages
-
-    def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
-        return left_out
-
-    def noting(self, called: object) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
-        pass
-
-    def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
-        return self._packages.after(ran, relied.of_others, relied.foreign)
-
-    def restore(self) -> None:
-        self._packages.restore()
-
-
-class _Noted:
-    """By what was read."""
 
     def __init__(self, reach: Reach) -> None:
         found = [thing for thing in reach.met if not _is_of_others(thing)]
         self.reads = ReadSet(found, hears_starts=False)
-        self.noting, self.goes_with = self.reads.noting, self.reads.goes_with
         self._known = {*map(identity, (*found, *reach.spaces)), *reach.cells}
 
+    def noting(self, called: object) -> AbstractContextManager[object]:
+        """Note what is read while the block runs."""
+        return self.reads.noting(called)
+
+    def goes_with(self, profile: object, aside: Callable[[], bool]) -> None:
+        """This function tells of starts. What runs is not the call's while it is `aside`."""
+        self.reads.goes_with(profile, aside)
+
     def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
+        """What is to be told of each function that starts, before it is asked what was `left_out`."""
         self.reads.stand_ins = carried.holders()
         return partial(_heard, self.reads, left_out)  # (which leads not back here)
 
-    def holders(self, ran: Iterable[tuple[CodeType, Table]], relied: Reach, marks: Set[int]) -> list[Holder]:
+    def holders(self, marks: Set[int]) -> list[Holder]:
+        """The places that count, but for the numbers that are followed, of which `marks` are the identities.
+
+        Raises:
+            Refusal: the call has changed one that is no count, or may have read others.
+        """
+        if self.reads.unheard:
+            raise Refusal(f"may read what nobody hears of, as {self.reads.unheard}", "call it again", final=False)
         changed = [read.place.path for read in self._of(self.reads.before) if self._has_changed(read)]
         changed += [f"{c.kind.__qualname__}.{n}" for c in self._classes() for n in _changed(c) if n in self.reads.users_names]
         if changed:
@@ -123,6 +89,7 @@ class _Noted:
         return alike and not all(a is b or _is_count(a, b) for a, b in zip(read.value, now, strict=True))
 
     def restore(self) -> None:
+        """Put back what the call has changed."""
         noted = [read for read in self.reads.reads.values() if read is not None and read.value]
         for read in self._of([*self.reads.before, *reversed(noted)]):
             whole = read.place.name == "<items>" or all(map(_is_plain, read.value))
@@ -157,9 +124,6 @@ def _heard(reads: ReadSet, left_out: LeftOut, frame: FrameType) -> Overlooked | 
     """A function starts for the first time. What was overlooked of it."""
     reads.started(frame)
     return left_out(frame)
-
-
-beyond: Callable[[Reach], Beyond] = _Noted if CONSTANTS_ARE_READ else _Named
 
 
 def _is_of_others(thing: Thing) -> bool:

@@ -44,6 +44,7 @@ from ..errors import Refusal
 from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_reductions, uses_of_type
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
+from ..python.read_gate import behind_gate
 from ..python.rows import Element, elements
 from ..python.unnamed_reads import is_harmless, reads_any_of
 from ..values.counters import Followed, Tally, are_rows, said
@@ -429,7 +430,7 @@ def _own_code(functions: Iterable[FunctionType], objects: Iterable[object]) -> I
     yield from ((f.__code__, f.__globals__) for f in functions)
     for kind in {base for thing in objects for base in type(thing).__mro__}:
         module = sys.modules.get(kind.__module__)
-        if type(module) is ModuleType and not is_torchs(getattr(module, "__file__", None) or ""):
+        if behind_gate(type(module)) is ModuleType and not is_torchs(getattr(module, "__file__", None) or ""):
             yield from ((f.__code__, f.__globals__) for f in vars(kind).values() if type(f) is FunctionType)
 
 

@@ -16,6 +16,7 @@ from ..python.dict_versions import of_class, tell
 from ..python.holders import Holder, kept
 from ..python.identity import identity, reading_parts
 from ..python.introspection import MISSING, contents, dictionary_of
+from ..python.read_gate import behind_gate
 from ..reads.place import UNREAD, Place, Read, in_class, is_constant, vars_of
 from ..reads.readset import Members
 from .replaced import as_was
@@ -81,7 +82,7 @@ def together(reads: Iterable[Read]) -> list[Holder]:
             in_spaces.add(first, place.name, place.path)
             for table in others if read.value[0] is MISSING else ():
                 in_spaces.add(table, place.name, place.path)
-            if type(of) is ModuleType:
+            if behind_gate(type(of)) is ModuleType:
                 in_spaces.add(first, "__getattr__", place.path)
         else:
             single.append(place)

@@ -60,14 +60,12 @@ from ..python.dict_versions import of_class
 from ..python.executed_code import Ran, is_resumed
 from ..python.holders import Holder, Spot, kept
 from ..python.identity import identity, reading_parts
-from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_users_class, own_dict
+from ..python.introspection import MISSING, functions_of, functions_with, has_attributes, is_anothers, is_users_class, own_dict
 from ..python.memos import MEMO
 from ..python.names_in_code import CONSTRUCTORS, EVALUATED
 from ..python.origin import is_ours, is_users, users_line, written_out
 from ..python.read_gate import behind_gate
 from ..python.subscripts import TABLES, keys_of_variables
-from ..reads import CONSTANTS_ARE_READ
-from . import packages
 from .attribute_effects import Left, Put, kinds
 from .carried_state import Carried, is_filled
 from .objects import BUFFERS, BUILTINS, LEAVES, LIMIT, UNNAMED, Enter, Objects, has_more
@@ -114,7 +112,6 @@ class Reach(Objects):
         self._kinds: dict[type, list[type]] = {}  # classes met, each with those of its bases that are the user's
         self._given: dict[type, list[tuple[str, FunctionType]]] = {}  # and functions of the user's in these
         self._known: dict[type, set[str]] = {}  # and the names that its other bases know
-        self.foreign: dict[type, None] = {}  # of which an object was met, or one of a class that is derived from them
         self._class_places: list[tuple[str, type]] = []
         self._descended: set[int] = set()  # classes whose subclasses are held
         self._python_modules: dict[int, tuple[ModuleType, set[str]]] = {}
@@ -128,9 +125,7 @@ class Reach(Objects):
         # Variables of modules that no code names so far, and whether they are to be entered as soon as some does (functions of
         # modules that are far only if they run).
         self._unentered: list[tuple[str, object, bool]] = []
-        self._others: dict[tuple[int, str], packages.Named] = {}  # modules and classes that are not the user's
-        self.of_others: set[packages.Key] = set()  # the plain values in these that are held
-        self.packages = packages.Packages()
+        self._others: dict[int, ModuleType | type] = {}  # modules and classes that are not the user's
         self._work.extend(self._roots)
         self._work.extend(("a hook", hook) for hook in (*torch_modules.module_hooks(), *torch_modules.optimizer_hooks()))
         self._drain()
@@ -165,26 +160,10 @@ class Reach(Objects):
             self._hold(kept("settings of torch.nn", torch_modules.module_settings))
         if self.optimizers:
             self._hold(kept("hooks of all optimizers", torch_modules.optimizer_hooks, torch_modules.hooks_of_optimizers))
-        if not CONSTANTS_ARE_READ:
-            self._hold_packages()
         environment = getattr(os.environ, "_data", None)
         if environment is not None and not self.mentions.names.isdisjoint({"environ", "getenv"}):
             place = kept("os.environ", lambda: (len(environment), *environment, *environment.values()))
             self._hold(place._replace(named=containers.keyed))
-
-    def _hold_packages(self) -> None:
-        """What code names of packages, as it may read it."""
-        others, following = self._others.values(), self.mentions.following
-        values = {v.key: v for v in packages.values_in(others, self.mentions.following_any)}
-        theirs = [v for kind in self.foreign for v in packages.attributes_of(kind, self.mentions.reads)]
-        values |= {v.key: v for v in theirs}
-        self.of_others |= values.keys()
-        for place in packages.together(values.values()):
-            self._hold(place)
-        called = {f.key: f for f in packages.functions_in(others, following)}
-        called |= {f.key: f for f in packages.forwards_of(map(type, self.modules))}
-        if called:
-            self._hold(packages.as_they_are(called.values()))
 
     def of_what_ran(self, ran: Ran, left: Left, carried: Carried) -> Reach | None:
         """The same walk again after a call, in which this code ran. None if it might read more than it names, or what the call
@@ -229,7 +208,7 @@ class Reach(Objects):
                 self._enter_methods(kind, bases)
                 self._enter_given_methods(kind)
             modules = [module for module, _ in self._python_modules.values()]
-            by_self = self._self_around and any(type(module) is not ModuleType for module in modules)
+            by_self = self._self_around and any(behind_gate(type(module)) is not ModuleType for module in modules)
             flow = self._modules_flow or self.mentions.gets_modules
             any_module = self._module_named or by_self or (self.mentions.looks_around_unknown and flow)
             for key, (module, held) in list(self._python_modules.items()):
@@ -247,7 +226,7 @@ class Reach(Objects):
                     self._variable_of(name, value, self.mentions.bare)
                 else:
                     self._unentered.append((name, value, by_name))
-            for _, other in self._others.values():
+            for other in self._others.values():
                 found = [(n, vars(other)[n]) for n in self.mentions.names & vars(other).keys()]
                 for name, value in found:
                     if issubclass(type(value), torch.Tensor):
@@ -386,8 +365,6 @@ class Reach(Objects):
             return
         if identity(thing) in self._seen:
             self.shared.add(identity(thing))
-            if issubclass(kind, (type, ModuleType)) and packages.is_anothers(thing):
-                self._of_others(path, thing)  # it has a second name
             self.lends_groups = self.lends_groups or identity(thing) in self._groups
             return
         self._seen.add(identity(thing))
@@ -537,7 +514,7 @@ class Reach(Objects):
         package = str(g.get("__package__") or "")
         parents = [package.rsplit(".", n)[0] for n in range(package.count(".") + 1)] if package else []
         candidates = named | {f"{parent}.{n}" for parent in parents for n in named}
-        asked = words = {n for n in named if n.isidentifier()} if ("sys", "modules") in used.attributes else set[str]()
+        asked = words = {n for n in named if n.isidentifier()} if named >= {"sys", "modules"} else set[str]()
         if used.imports and not self._imports:
             self._imports = True
             self._hold(kept("builtins.__import__", lambda: (BUILTINS.get("__import__"),)))
@@ -590,10 +567,10 @@ class Reach(Objects):
             self.met.append(module)
             self._python_modules[identity(module)] = (module, set())
             self._work.append((f"{path}.__getattr__", space.get("__getattr__")))
-            if type(module) is not ModuleType:
-                self._class_of(type(module))
-        elif packages.is_anothers(module):
-            self._of_others(path, module)
+            if (kind := behind_gate(type(module))) is not ModuleType:
+                self._class_of(kind)
+        elif is_anothers(module):
+            self._others[identity(module)] = module
 
     def _members(self, space: dict[str, Thing], held: set[str], any_of_them: bool, *, deep: bool = True) -> None:
         """Those attributes of a Python module of the user's that some code names and that are not held yet; or `any_of_them`:
@@ -631,17 +608,12 @@ class Reach(Objects):
         if is_users_class(kind):
             self._class_of(kind)
             self._making(kind)
-        elif packages.is_anothers(kind):
-            self._of_others(path, kind)
-
-    def _of_others(self, path: str, thing: ModuleType | type) -> None:
-        """Code reads of a module or a class what follows its name: where it has several, what follows each."""
-        self._others.setdefault((identity(thing), path.rpartition(".")[2]), (path, thing))
+        elif is_anothers(kind):
+            self._others[identity(kind)] = kind
 
     def _class_of(self, kind: type) -> None:
         """Objects of this class are in reach: its methods may run."""
         if kind not in self._kinds:
-            self.foreign |= dict.fromkeys(base for base in kind.__mro__ if packages.is_anothers(base))
             self._kinds[kind] = [base for k in (kind, type(kind)) for base in k.__mro__ if is_users_class(base)]
             others = [f for base in kind.__mro__ if base not in self._kinds[kind] for f in vars(base).items()]
             self._given[kind] = [(n, f) for n, f in others if type(f) is FunctionType and is_users(f.__code__.co_filename)]
@@ -774,7 +746,7 @@ def _may_be_module(path: str, space: dict[str, Thing]) -> bool:
     value = space[name]
     if issubclass(type(value), weakref.ProxyTypes):
         return True
-    return not packages.is_anothers(value) if issubclass(type(value), ModuleType) else rest != ""
+    return not is_anothers(value) if issubclass(type(value), ModuleType) else rest != ""
 
 
 def _exactly(kind: type, enter: Enter) -> tuple[type, Enter]:

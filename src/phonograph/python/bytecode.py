@@ -146,18 +146,15 @@ def _parts(text: str) -> set[str]:
 class Used(NamedTuple):
     """What code does with names.
 
-    `attributes` are those that it reads, or writes, of what has which name: `package.settings.rate` gives (package, settings)
-    and (settings, rate); of what has no name, the result of a call, say, with "", and of a local variable with "?" as well.
     `variables` are the global variables that it reads, assigns or deletes, `sets` those of which it does the latter, and
     `asked` those that it looks up in `globals()` by names that stand there. `spaces` says that it does so in any other way, or
     in another's, `computes` that it may do so by names that do not stand in it (`globals()[name]`), and `modules` that it so
     gets at modules. `around` are the globals of which it may so read attributes: of `getattr(x, name)` it has x, of
-    `vars(x.y)` x.y. It has "self" for a method's own object, and "" for all else. `bare` are the names of that with which it
-    does something else than to read an attribute, those of attributes as ".name". `imports` are (how many levels up, name,
+    `vars(x.y)` x.y. It has "self" for a method's own object, and "" for all else. `bare` are those of `variables` with which
+    it does something else than to read an attribute. `imports` are (how many levels up, name,
     what of it) of its `import` statements.
     """
 
-    attributes: frozenset[tuple[str, str]]
     variables: frozenset[str]
     sets: frozenset[str]
     asked: frozenset[str]
@@ -175,7 +172,6 @@ def used_in(code: CodeType) -> Used:
     found = [_Reading(inner) for inner in all_within(code)]
     sets = frozenset[str]().union(*(one.sets for one in found))
     return Used(
-        frozenset().union(*(one.attributes for one in found)),
         sets.union(*(one.variables for one in found)),
         sets,
         frozenset().union(*(one.asked for one in found)),
@@ -192,23 +188,15 @@ class _Reading:
     """Goes through the instructions of one code object."""
 
     def __init__(self, code: CodeType) -> None:
-        self.attributes, self.imports = set[tuple[str, str]](), set[tuple[int, str, tuple[str, ...]]]()
+        self.imports = set[tuple[int, str, tuple[str, ...]]]()
         self.variables, self.sets, self.asked = set[str](), set[str](), set[str]()
         self.around, self.bare = set[str](), set[str]()
         self.spaces = self.computes = self.modules = False
         self._code = code
         self._all = [*dis.get_instructions(code)]
-        self._last = ""  # the name of what was loaded last
-        self._local = False  # it is a local variable, of which nothing else is known
-        self._also: dict[str, str] = {}  # the names of what local variables are...
-        self._various: set[str] = set()  # ...and those that are other things as well
-        self._from = ""  # the module of which names are imported
-        self._asks = False  # something that looks attributes up was loaded
         assigns = _ASSIGN if code.co_name != "<module>" else (*_ASSIGN, "STORE_NAME", "DELETE_NAME")
         heard = [k for k, i in enumerate(self._all) if i.opname not in _SILENT]
         self._heard = [self._all[k] for k in heard]
-        for n, i in enumerate(self._heard):
-            self._names(n, i)  # once before: a variable may be read above the line that assigns it
         for n, (k, i) in enumerate(zip(heard, self._heard, strict=True)):
             if i.opname in assigns:
                 self.sets.add(i.argval)
@@ -218,14 +206,11 @@ class _Reading:
                 self._looks(n, k, i)
             elif type(i.argval) is str and i.argval in SPACES:  # getattr(f, "__globals__")
                 self.spaces = self.computes = True
-            self._names(n, i)
-            if self._last and i.opname.startswith(("LOAD_", "IMPORT_FROM", "STORE_FAST_LOAD_FAST")):
-                after = self._heard[n + 1 : n + 2]
-                if not after or after[0].opname not in _ATTRIBUTES:
-                    self.bare.add(f".{self._last}" if i.opname in (*_ATTRIBUTES, "IMPORT_FROM") else self._last)
-        if not {"eval", "exec"}.isdisjoint(code.co_names):
-            texts = [const for const in code.co_consts if isinstance(const, str)]
-            self.attributes |= {("?", word) for text in texts for word in re.findall(r"[^\W\d]\w*", text)}
+            if i.opname == "IMPORT_NAME":
+                level, names = (x.argval for x in self._heard[n - 2 : n])
+                self.imports.add((level, i.argval, tuple(names or ())))
+            elif i.opname.startswith(_OF_GLOBALS) and not any(x.opname in _ATTRIBUTES for x in self._heard[n + 1 : n + 2]):
+                self.bare.add(i.argval)
 
     def _looks(self, n: int, k: int, i: dis.Instruction) -> None:
         """Whether the instruction loads something by which more can be read than stands here."""
@@ -248,48 +233,6 @@ class _Reading:
         goes = _goes_around(i, rest)
         if goes is not None and not _forwards(self._code, i, rest):
             self.around.add(goes)
-
-    def _names(self, n: int, i: dis.Instruction) -> None:
-        """Which attribute is read of what."""
-        if i.opname in _ATTRIBUTES:
-            self.attributes.add((self._last, i.argval))
-            if self._local:
-                self.attributes.add(("?", i.argval))
-            self._last, self._local, self._asks = i.argval, False, self._asks or i.argval in _OF_CLASSES
-        elif i.opname == "IMPORT_NAME":
-            level, names = (x.argval for x in self._heard[n - 2 : n])
-            self.imports.add((level, i.argval, tuple(names or ())))
-            self._from = self._last = (i.argval if names else i.argval.partition(".")[0]).rpartition(".")[2]
-            self._asks, self._local = self._asks or self._last in _BY_NAME, False
-        elif i.opname == "IMPORT_FROM":
-            self.attributes.add((self._from, i.argval))
-            self._last, self._local = i.argval, False
-        elif i.opname.startswith(_LOCALS) or i.opname == "STORE_FAST_LOAD_FAST":
-            if i.opname == "STORE_FAST_LOAD_FAST":
-                self._is_now(i.argval[0])
-            name: str = i.argval[-1] if isinstance(i.argval, tuple) else i.argval
-            self._local = (name not in self._also or name in self._various) and name not in ("self", "cls")
-            self._last, self._asks = self._also.get(name, name), self._asks or name in _BY_NAME
-        elif i.opname.startswith(_OF_GLOBALS):
-            self._last, self._local, self._asks = i.argval, False, self._asks or i.argval in _BY_NAME
-        elif i.opname == "LOAD_CONST" and self._asks and isinstance(i.argval, str):
-            self.attributes.add((self._last, i.argval))  # getattr(package, "RATE", 1.0)
-            self._last, self._asks, self._local = "", False, False
-        elif i.opname.startswith(("STORE_FAST", "STORE_DEREF", "STORE_NAME")):
-            for name in i.argval if isinstance(i.argval, tuple) else (i.argval,):
-                self._is_now(name)
-        elif i.opname.startswith("MATCH_CLASS"):  # case Settings(rate=r)
-            names = self._heard[n - 1].argval
-            self.attributes |= {("?", name) for name in (names if isinstance(names, tuple) else ())}
-            self._last, self._local = "", False
-        else:
-            self._last, self._local = "", False
-
-    def _is_now(self, name: str) -> None:
-        """What was loaded last is assigned to a local variable."""
-        now = self._last if not self._local else ""
-        if self._also.setdefault(name, now) != now or not now:
-            self._various.add(name)
 
 
 class Slight(NamedTuple):

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
-from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
 import torch.distributions
@@ -22,11 +22,11 @@ import torch.utils.data
 from .._torch.dynamic import Table, Thing
 from .bytecode import all_within, has_instruction, names_in
 from .code_cache import of_code
-from .origin import is_users
+from .origin import is_ours, is_users
 
 __all__ = ["MISSING", "asks_identity", "contents", "dictionary_of", "functions_of", "functions_with", "hands_on",
-           "has_attributes", "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of", "table_of",
-           "takes_parameters_only", "tells_its_end"]  # fmt: skip
+           "has_attributes", "is_anothers", "is_table", "is_users_class", "is_users_function", "own_dict", "slots_of",
+           "table_of", "takes_parameters_only", "tells_its_end"]  # fmt: skip
 
 
 class _Missing:
@@ -53,6 +53,7 @@ _OPAQUE = {"torch", "threading", "_thread", "io", "_io", "logging", "contextlib"
            "importlib", "_frozen_importlib", "_frozen_importlib_external", "concurrent"}  # fmt: skip
 
 
+_NEVER = ("builtins", "phonograph")
 _WITHOUT_A_WORD = (torch.Stream, *filter(None, [getattr(torch, "Event", None)]))
 
 
@@ -151,6 +152,18 @@ def is_users_class(kind: type) -> bool:
     if module is None:  # loaded in a way of the user's own: its functions know their file
         return any(_is_users_code(f) for v in vars(kind).values() for f in functions_of(v))
     return is_users(getattr(module, "__file__", None) or "<string>")
+
+
+def is_anothers(thing: ModuleType | type) -> bool:
+    """Whether a Python module or a class is not the user's, nor ours."""
+    if isinstance(thing, type):
+        module: object = thing.__module__  # which code may set to anything
+        return isinstance(module, str) and not is_users_class(thing) and module.partition(".")[0] not in _NEVER
+    space = vars(thing)
+    where = space.get("__file__") or next(iter(space.get("__path__") or ()), None)
+    if where is None:
+        return space.get("__name__") in sys.builtin_module_names and space.get("__name__") != "builtins"
+    return not is_users(where) and not is_ours(where)
 
 
 def _is_users_code(f: object) -> bool:

@@ -7,7 +7,6 @@ known (`unknown`, `lacks`, `overlooked`), and the function is looked at again wi
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Set
 from types import CodeType
 
@@ -23,7 +22,6 @@ from .bytecode import (
     names_in,
     read_at,
     used_in,
-    words_in,
 )
 from .handlers import generators_catch
 from .introspection import asks_identity
@@ -71,7 +69,6 @@ class Mentions:
         self.looks_unseen = False  # whether what does so may be no code
         self.asks_identity = False  # whether code may ask which object it has
         self.keyed_by_identity = False  # whether something is found by which object it is
-        self._after: defaultdict[str, set[str]] = defaultdict(set)
         self.bare: set[str] = set()  # see `Used`
         self.spaces = False  # whether code may get at global variables otherwise than as such, by any name in code...
         self.computes_globals = False  # ...or by names that do not
@@ -92,9 +89,6 @@ class Mentions:
         self.looks_for_absent = self.looks_for_absent or not _ABSENT.isdisjoint(named) or catches(code)
         self._known.update(map(likeness, all_within(code)))
         self.bare |= used.bare
-        for before, attribute in used.attributes:
-            self._after[before].add(attribute)
-        self._after[""] |= words_in(code)
         self._matches = self._matches or matches(code)
         self._added.append(code)
         self.asks_identity = self.asks_identity or asks_identity(code)
@@ -129,16 +123,6 @@ class Mentions:
     def looks_anywhere(self) -> None:
         """Some code may read attributes that it does not name, of anything."""
         self.looks_around = self.looks_around_unknown = self.looks_for_absent = self.looks_unseen = True
-
-    def following(self, name: str) -> tuple[set[str], set[str]]:
-        """The names by which code reads attributes of what has this name; and those by which it reads some of what has none."""
-        return self._after.get(name, set()), self._after.get("", set())
-
-    def following_any(self, name: str) -> tuple[set[str], set[str]]:
-        """Likewise, and what it reads of local variables, which may be what is handed on."""
-        named, unnamed = self.following(name)
-        is_handed_on = name in self.bare or f".{name}" in self.bare
-        return named, (unnamed | self._after.get("?", set()) if is_handed_on else unnamed)
 
     @property
     def names_globals(self) -> bool:

@@ -64,8 +64,9 @@ STATIC: CodeType | None = getattr(getattr(inspect, "_check_instance", None), "__
 
 
 def behind_gate(member: Thing) -> Thing:
-    """What a class has in the place of this while no reads are noted; `MISSING` if nothing."""
-    while type(member) is FunctionType and member in gates:  # one may stand before another
+    """What a class has in the place of this while no reads are noted; `MISSING` if nothing. Or, given a class that a module has
+    for that time: its class otherwise."""
+    while type(member) in (FunctionType, type) and member in gates:  # one may stand before another
         member = gates[member]
     return member
 

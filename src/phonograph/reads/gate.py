@@ -36,7 +36,7 @@ from ..python.identity import identity
 from ..python.introspection import MISSING
 from ..python.origin import is_ours
 from ..python.read_gate import DOORS_FILE, behind_gate, gates, where_heard
-from ..python.standing import ended, fresh_in_children, standing
+from ..python.standing import ended, standing
 from .place import in_class, mro_of, vars_of
 
 __all__ = ["ALL", "DOORS", "PAST", "Gate", "Hearing", "before_doors", "gate"]
@@ -47,7 +47,7 @@ _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, _IMMUTABLETYPE
 # Times that one class is opened: from 3.13 on CPython gives a class 1,000 versions, and looks attributes up slowly after that.
 _MOST = 300 if sys.version_info >= (3, 13) else sys.maxsize
 _opened = dict[int, int]()  # by identity, how often (at worst it counts for a class that has gone)
-_only_one = fresh_in_children(threading.Lock())
+_standing = list["Gate"]()  # those that want to stand, of all threads: the first one does
 DOORS = ("__getattribute__", "__setattr__", "__delattr__")
 _INSIDE = (DOORS_FILE, __file__, read_gate.__file__)
 _set_of_object = object.__setattr__
@@ -69,8 +69,8 @@ class Hearing(Protocol):
     def reads_past(self, thing: object) -> None:
         """Something may be read of this that no door hears of."""
 
-    def hears_no_more(self) -> None:
-        """From now on, it is told of nothing: a compiler has begun to work, and must not meet the doors."""
+    def hears_no_more(self, why: str) -> None:
+        """From now on, it is told of nothing. (A compiler has begun to work, say, and must not meet the doors.)"""
 
 
 class _Put(NamedTuple):
@@ -173,7 +173,9 @@ class Gate:
 
         space = {"__getattribute__": _as_door(__getattribute__), "__setattr__": self._setting(ModuleType.__setattr__),
                  "__delattr__": self._deleting(ModuleType.__delattr__), "__slots__": (), "__module__": "builtins"}  # fmt: skip
-        return type("module", (ModuleType,), space)
+        kind = type("module", (ModuleType,), space)
+        gates[kind] = ModuleType
+        return kind
 
     def _reading(self, get: Thing) -> Thing:
         known, is_heard, told = self._known, self._is_of_the_call, self._telling
@@ -275,7 +277,7 @@ class Gate:
                 self._profile = ours
                 sys.setprofile(ours)
             else:
-                self._hearing.hears_no_more()
+                self._hearing.hears_no_more("a profiler is at work")
             yield
 
     @contextmanager
@@ -283,7 +285,7 @@ class Gate:
         monitors: Thing = sys.monitoring  # type: ignore[attr-defined]
         tool = next((i for i in _TOOLS if monitors.get_tool(i) is None), None)
         if tool is None:
-            self._hearing.hears_no_more()
+            self._hearing.hears_no_more("all tools of sys.monitoring are in use")
             yield
             return
         events, heard = monitors.events, list[CodeType]()
@@ -326,25 +328,26 @@ class Gate:
     @contextmanager
     def standing(self) -> Iterator[None]:
         """All this is heard while the block runs."""
-        if not _only_one.acquire(blocking=False):  # another thread's stands
-            self._hearing.hears_no_more()
-            yield
-            return
-        locks = [_only_one]
 
         def undo() -> None:
             self.closed = True
             self._close()
-            while locks:
-                locks.pop().release()
+            while self in _standing:
+                _standing.remove(self)
 
         def compiles() -> None:
             self.closed = True
             self._close()
-            self._hearing.hears_no_more()
+            self._hearing.hears_no_more("code is compiled")
 
         starts: Thing = (self._monitoring if HEARS_STARTS else self._profiling) if self._hears_starts else nullcontext
         with standing(undo), ended(tells_of_compilation(compiles)):
+            _standing.append(self)
+            if _standing[0] is not self:
+                _standing.remove(self)
+                self._hearing.hears_no_more("another thread's call is recorded at the same time")
+                yield
+                return
             self._module_kind = self._kind_of_modules()
             self._stands = True
             with starts():
@@ -366,6 +369,7 @@ class Gate:
             if type(self._modules[-1]) is kind:
                 sets(self._modules[-1], "__class__", plain)
             self._modules.pop()
+        gates.pop(kind, None)
         for _, put in reversed(self._kinds.values()):
             while put:
                 _take_out(put[-1])

@@ -106,8 +106,8 @@ class ReadSet:
         self.reads: dict[tuple[int, object], Read | None] = {}
         self.refused = list[str]()
         """What was read that cannot be compared, or put back: iterators."""
-        self.certain = True
-        """Whether nothing that was read has not been heard."""
+        self.unheard = ""
+        """Why something may have been read that was not heard; "" if all was."""
         self.written = list[Place]()
         """Where the call has left something else than was there before."""
         self.before = list[Read]()
@@ -570,8 +570,8 @@ class ReadSet:
         self._known(thing, type(thing).__name__)
         self.value(own_dict(thing), type(thing).__name__)
 
-    def hears_no_more(self) -> None:
-        self.certain = False
+    def hears_no_more(self, why: str) -> None:
+        self.unheard = why
 
     def starts(self, code: CodeType, frame: FrameType) -> bool:
         by = whose(code.co_filename)
@@ -663,7 +663,7 @@ class ReadSet:
         """Hear what is read of the modules of this name, though they are torch's or Python's own."""
         for n in range(1, name.count(".") + 2):
             module = sys.modules.get(".".join(name.split(".")[:n]))
-            if type(module) is ModuleType and whose_module(module) != OURS:
+            if module is not None and behind_gate(type(module)) is ModuleType and whose_module(module) != OURS:
                 self._gate.opens_module(module)
 
     def _reflects(self, ways: set[str]) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .._torch.dynamic import Thing
 from ..python.introspection import MISSING, own_dict
+from ..python.read_gate import behind_gate
 from .place import Place, cell, code_of, held, in_class, layer, module_of, mro_of, optimizer
 from .whose import STDLIB, TORCH, is_apart, whose, whose_class
 
@@ -44,7 +45,7 @@ def leads_to(v: Thing, kind: type) -> Iterable[object] | None:
         return v.__self__, own_dict(v.__self__)
     if kind is BuiltinFunctionType:
         below = type.__subclasses__(v.__self__) if v.__name__ == "__subclasses__" else ()
-        return () if type(v.__self__) is ModuleType else (v.__self__, *below)
+        return () if behind_gate(type(v.__self__)) is ModuleType else (v.__self__, *below)
     if tuple in mro_of(kind):
         return tuple.__iter__(v)
     if frozenset in mro_of(kind):

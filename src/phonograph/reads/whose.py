@@ -17,6 +17,7 @@ import torch.utils.data
 from .._torch.dynamic import Thing
 from ..python import origin
 from ..python.dict_versions import Versions, tell
+from ..python.read_gate import behind_gate
 from .place import module_of, mro_of
 
 __all__ = ["OURS", "PACKAGE", "STDLIB", "TORCH", "USER", "is_apart", "name_of", "whose", "whose_class", "whose_module",
@@ -68,7 +69,7 @@ def worth_hearing() -> list[ModuleType]:
     """The modules that are the user's or a package's: of others only those are heard that code comes to. (There may be
     thousands, which are looked through again where some have come or gone.)"""
     if not tell([_loaded]) or _versions.moved():
-        found = [module for module in [*sys.modules.values()] if type(module) is ModuleType and _is_worth_hearing(module)]
+        found = [m for m in [*sys.modules.values()] if behind_gate(type(m)) is ModuleType and _is_worth_hearing(m)]
         _modules[:] = map(weakref.ref, found)
         _versions.keep()
     return [module for ref in _modules if (module := ref()) is not None]

@@ -1,7 +1,6 @@
 """Programs that read something outside of their arguments, each in a way of its own: `reading.txt` has their source, and
-`reading_unrun.txt` those where a method that does not run in the call says what is read, or leads to it. `reading_limits.txt`
-has those of which only an audit may find what has changed; `reading_noted.txt` names those of them that are such also where a
-recording relies on what its call was heard to read.
+`reading_unrun.txt` those where a method that does not run in the call says what is read, or leads to it, `reading_packages.txt`
+those of what others' code holds and reads. `reading_limits.txt` has those of which only an audit may find what has changed.
 
 A program has a function `f` (or `get_f`, which gives it), and modules beside it. After some calls `change` changes what `f`
 reads, and `undo` takes that back. Or `f` changes something itself, once in each call, as `count` tells.
@@ -17,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["GROUPS", "UNNOTED", "counts", "function_of", "load"]
+__all__ = ["GROUPS", "counts", "function_of", "load"]
 
 _PACKAGE = {  # an installed one
     "pkgx/__init__.py": "RATE = 2.0\n"
@@ -47,10 +46,10 @@ def _programs(name: str, begin: str = "", end: str = "") -> dict[str, str]:
 GROUPS = {
     "reading": _programs("reading.txt"),
     "reading_unrun": _programs("reading_unrun.txt", _UNRUN, _CALLED),
+    "reading_packages": _programs("reading_packages.txt", "from torch import nn\n"),
     "reading_limits": _programs("reading_limits.txt", "from torch import nn\n"),
 }
 """The programs' source by their names, file by file."""
-UNNOTED = frozenset(Path(__file__).with_name("reading_noted.txt").read_text().split())
 
 
 def load(text: str, folder: Path, device: torch.device) -> ModuleType:

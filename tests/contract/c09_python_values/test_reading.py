@@ -10,13 +10,12 @@ from torch import nn
 
 import phonograph as pg
 from phonograph.python.introspection import own_dict
-from phonograph.reads import CONSTANTS_ARE_READ
 from phonograph.testing import assert_same
 from tests.contract.c09_python_values import programs
-from tests.contract.c09_python_values.programs import GROUPS, UNNOTED, counts, function_of
+from tests.contract.c09_python_values.programs import GROUPS, counts, function_of
 from tests.helpers import may_run_live, ramp
 
-LIMITS = {name: text for name, text in GROUPS["reading_limits"].items() if not CONSTANTS_ARE_READ or name in UNNOTED}
+LIMITS = GROUPS["reading_limits"]
 CASES = {name: text for group in GROUPS.values() for name, text in group.items() if name not in LIMITS}
 
 
@@ -101,6 +100,25 @@ TABLE = {"v": 2.0}
     assert pg.stats(recorded).replayed >= 4, pg.explain(recorded)
     module.near.TABLE["v"] = 3.0
     assert_same(recorded(x), x * 6)
+
+
+def test_c09_a_module_of_which_a_branch_reads(device, load):
+    """While the call is captured, somebody hears what is read of the module: that is no business of the branch's."""
+    module = load("""
+import importlib, near
+import phonograph as pg
+def f(x):
+    return pg.cond(x.sum() > 0, lambda x: x * importlib.import_module("near").RATE, lambda x: x + near.RATE, x)
+#file near.py
+RATE = 2.0
+""")
+    recorded, x = pg.record(module.f), ramp(device, 3)
+    for _ in range(6):
+        assert_same(recorded(x), x * 2)
+        assert_same(recorded(-x), 2 - x)
+    assert pg.stats(recorded).replayed >= 8, pg.explain(recorded)
+    module.near.RATE = 3.0
+    assert_same(recorded(x), x * 3)
 
 
 def test_c09_a_name_that_turns_up_after_the_module_that_has_it(device, load):

@@ -1,10 +1,12 @@
 """What it costs to make a recording, in counts: what was worked out once is not worked out again."""
 
+import contextlib
 import dis
 import gc
 import importlib
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from phonograph.engine.current_capture import recording_here
 from phonograph.guards import reachable as reach
 from phonograph.python import names_in_code as mentions
 from phonograph.python import origin as where
+from phonograph.reads.readset import ReadSet
+from tests.helpers import may_run_live
 
 
 def program(device):
@@ -146,6 +150,44 @@ def test_c09_a_package_is_one_wherever_it_lies(device, tmp_path, monkeypatch, ho
     assert {code.co_name for code in read} == {"<lambda>"}
     package.RATE = 3.0
     assert torch.equal(recorded(x), torch.tanh(x) * 3 + 1)
+
+
+@may_run_live
+def test_c09_what_was_not_heard_is_not_recorded(device, tmp_path, monkeypatch):
+    """Only the next call is, and what that reads is noticed."""
+    name = f"unheard_{device.type}"
+    monkeypatch.syspath_prepend(str(laid(tmp_path, "site-packages", name)))
+    package = importlib.import_module(name)
+    recorded = pg.record(lambda x: package.f(x) + 1)
+    x = torch.ones(3, device=device)
+    recorded(x)
+    with noting_elsewhere():
+        recorded(x)
+    assert pg.stats(recorded).recorded == 0
+    recorded(x)
+    assert pg.stats(recorded).recorded == 1
+    package.RATE = 3.0
+    assert torch.equal(recorded(x), torch.tanh(x) * 3 + 1)
+
+
+@contextlib.contextmanager
+def noting_elsewhere():
+    """Another thread notes what it reads, while the block runs."""
+    begun, ends = threading.Event(), threading.Event()
+
+    def note():
+        with ReadSet().noting():
+            begun.set()
+            ends.wait()
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
 
 
 ALONE = """

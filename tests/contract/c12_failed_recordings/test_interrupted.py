@@ -20,6 +20,7 @@ from phonograph.engine import current_capture, transaction
 from phonograph.errors import NotPutBack
 from phonograph.guards.snapshot import Snapshot
 from phonograph.python import read_gate, standing
+from phonograph.reads import gate
 from phonograph.slots.table import Table
 from phonograph.state.reentrancy import Nested
 from phonograph.testing import assert_same
@@ -58,7 +59,8 @@ def house():
     return patched | {
         "collector": (gc.isenabled(), [*gc.callbacks]), "nested": (Nested.running, Nested.waiting), "cuts": len(Cuts.now),
         "modes": _len_torch_dispatch_stack(), "captures": len(current_capture._captures),
-        "gates": read_gate._noting.locked(), "standing": len(standing._all), "threads": torch._C._is_multithreading_enabled(),
+        "gates": (read_gate._noting.locked(), len(gate._standing)), "standing": len(standing._all),
+        "threads": torch._C._is_multithreading_enabled(),
     }  # fmt: skip
 
 
