@@ -237,6 +237,9 @@ class Trial:
         self._moves_gradients = self._has_backward or bool(recording.table.gradients.parameters)
         self.aside: list[Player] = []  # the recordings, while calls run live
         self.noted = False
+        self.fits = True
+        """Whether one of these would have been played for the call that runs live: others are of another kind, and no
+        comparison."""
         self.grounds: Grounds | None = None  # on which such a call relies, once that was noted
         self._over: Callable[[], None] = _none
         self.refusal = Beside("", history=history)
@@ -262,7 +265,7 @@ class Trial:
         """Such a call took so long."""
         global _moved
         _moved += live and self._moves_gradients
-        if live is not self._live or took.device != self.device:
+        if live is not self._live or took.device != self.device or (live and not self.fits):
             return
         self._ran += live
         if self._unlike:

@@ -315,12 +315,13 @@ class Recorded(Parts, Generic[P, R]):
         refusal = self._backoff.refused(history, [call.leaves[at] for at in call.numbers])
         if refusal is not None:
             self._counters.untried += not refusal.measures
-            self._trials.note_grounds(call)
+            self._trials.runs_live(call)
             players, unpaid = self._shelf.of(call.key), history.refused.unpaid
             if unpaid is not None and refusal is unpaid.refusal:
                 unpaid.looked(players, budget.now() - begun)
                 players = _NONE
-            if history.refused.unsettled is None and not players and self.options.fallback != "error":
+            known = history.refused.unsettled is None and not players and not refusal.measures
+            if known and self.options.fallback != "error":
                 self._known_calls.learn(call, _NONE, self._maker.entangled, history)
             raise refusal
 

@@ -23,6 +23,7 @@ from ..memory.pool import Lease
 from ..memory.spans import Spans
 from ..python.identity import identity
 from ..python.loggers import levels
+from ..python.origin import is_torchs
 from ..slots.constants import Constants, not_heard
 from ..slots.draws import Draws
 from ..slots.effects import Effects
@@ -183,7 +184,8 @@ class Settlement:
         if relied is not reach:
             snapshot = Snapshot(relied)
             snapshot.also([*watch.relied_on.values()])
-        snapshot.also(self._prepared.beyond.holders(self._evidence.dials.marks))
+        ran = [one for one, _ in code.functions if not is_torchs(one.co_filename)]
+        snapshot.also(self._prepared.beyond.holders(ran, self._evidence.dials.marks))
         if code.loggers:
             snapshot.also([levels(code.loggers)])
         return snapshot

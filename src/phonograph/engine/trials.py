@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from ..call.signature import Call
@@ -132,13 +133,21 @@ class Trials:
             trial.history.pays = turn is Turn.KEEP
             del self._by_key[trial.key]
 
-    def note_grounds(self, call: Call) -> None:
-        """Note on what a live call of a signature relies that is on trial."""
+    def runs_live(self, call: Call) -> None:
+        """Such a call is refused. If that is for a trial: note whether it would have been played, and on what it relies."""
         trial = self._by_key.get(call.key)
-        if trial is None or trial.noted:
+        if trial is None:
+            return
+        trial.fits = any(map(partial(_fits, call), trial.aside))
+        if trial.noted:
             return
         trial.noted = True
         with suppress(Refusal), Contained("looked at what the function can reach"):
             trial.refusal.reach = self._describer.reach(call)
             trial.grounds = trial.history.refused.unsettled = grounds_of(trial.refusal)
         trial.refusal.drop_references()
+
+
+def _fits(call: Call, player: Player) -> bool:
+    player.take(call)
+    return player.broken() is None

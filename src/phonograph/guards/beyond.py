@@ -9,19 +9,20 @@ change in each replay: such a call is refused, and what it has changed is put ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import TypeAlias
 
 from .._torch.dynamic import Thing
 from ..errors import Overlooked, Refusal
+from ..python.bytecode import used_by_name
 from ..python.holders import Holder
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_anothers
 from ..python.origin import is_users
-from ..reads.place import UNREAD, Place, Read, is_constant, vars_of
+from ..reads.place import UNREAD, Place, Read, changes, is_constant, vars_of
 from ..reads.readset import Members, ReadSet
 from ..reads.whose import OURS, USER, whose_module
 from .carried_state import Carried
@@ -32,6 +33,8 @@ from .replaced import as_was
 __all__ = ["Beyond"]
 
 LeftOut: TypeAlias = Callable[[FrameType], Overlooked | Refusal | None]
+_MANY = frozenset({"<items>", "<all>"})
+"""Places that hold many values, by their names."""
 _OF_OTHERS = frozenset({"<optimizer>"})
 """Kinds of places that are looked after elsewhere, wherever they lie."""
 
@@ -57,18 +60,23 @@ class Beyond:
         self.reads.stand_ins = carried.holders()
         return partial(_heard, self.reads, left_out)  # (which leads not back here)
 
-    def holders(self, marks: Set[int]) -> list[Holder]:
-        """The places that count, but for the numbers that are followed, of which `marks` are the identities.
+    def holders(self, ran: Sequence[CodeType], marks: Set[int]) -> list[Holder]:
+        """The places that count, but for the numbers that are followed, of which `marks` are the identities. `ran`: the code
+        of functions that started, but for torch's.
 
         Raises:
             Refusal: the call has changed one that is no count, or may have read others.
         """
         if self.reads.unheard:
             raise Refusal(f"may read what nobody hears of, as {self.reads.unheard}", "call it again", final=False)
-        changed = [read.place.path for read in self._of(self.reads.before) if self._has_changed(read)]
-        changed += [f"{c.kind.__qualname__}.{n}" for c in self._classes() for n in _changed(c) if n in self.reads.users_names]
+        changed = [_called(read.place) for read in self._of(self.reads.before) if self._has_changed(read, ran)]
+        changed += [f"{c.kind.__qualname__}.{n}" for c in self._classes() for n in _changed(c) if self._counts_of(c, n, ran)]
         if changed:
-            raise Refusal(f"changes {changed[0]}, which outlives the call", "change it outside", final=False)
+            raise Refusal(
+                f"changes {changed[0]}, which outlives the call",
+                "call what changes it outside, or mark that @pg.live",
+                final=False,
+            )
         noted = self._of([read for read in self.reads.reads.values() if read is not None and read.relied])
         noted = [read for read in noted if marks.isdisjoint(map(identity, read.value))]
         return [*together(noted), *of_classes(self._classes(), self.reads.names)]
@@ -76,7 +84,7 @@ class Beyond:
     def _classes(self) -> list[Members]:
         return [members for key, members in self.reads.classes.items() if key not in self._known]
 
-    def _has_changed(self, read: Read) -> bool:
+    def _has_changed(self, read: Read, ran: Sequence[CodeType]) -> bool:
         """Whether the call has changed a place in a way that each replay had to: all that the user's code changes is such."""
         place, now = read.place, read.place.get()
         if place.name == "<items>":
@@ -85,14 +93,20 @@ class Beyond:
             by_user = (identity(place.of), place.name) in self.reads.set_by_users
         if by_user:
             return True
-        alike = len(now) == len(read.value) and (place.name == "<items>" or not str(place.name).startswith("<"))
-        return alike and not all(a is b or _is_count(a, b) for a, b in zip(read.value, now, strict=True))
+        if str(place.name).startswith("<") and place.name not in _MANY:
+            return False
+        return any(_differs(before, then, str(name), ran) for name, before, then in changes(read, now))
+
+    def _counts_of(self, members: Members, name: str, ran: Sequence[CodeType]) -> bool:
+        """Whether what a class has by this name, and has changed, had to change in each replay."""
+        before, now = members.before.get(name, MISSING), vars_of(members.kind).get(name, MISSING)
+        return name in self.reads.users_names or _differs(before, now, name, ran)
 
     def restore(self) -> None:
         """Put back what the call has changed."""
         noted = [read for read in self.reads.reads.values() if read is not None and read.value]
-        for read in self._of([*self.reads.before, *reversed(noted)]):
-            whole = read.place.name == "<items>" or all(map(_is_plain, read.value))
+        for read in self._of([*reversed(noted), *reversed(self.reads.before)]):
+            whole = read.place.name in _MANY or all(map(_is_plain, read.value))
             if read.place.put is not None and whole and read.changed:
                 read.place.put(read.value)
         for members in self._classes():
@@ -140,5 +154,15 @@ def _is_plain(value: object) -> bool:
     return is_constant(value) or value is MISSING or issubclass(type(value), type)
 
 
-def _is_count(before: object, now: object) -> bool:
-    return type(before) is type(now) is int or not (is_constant(before) and is_constant(now))
+def _called(place: Place) -> str:
+    """What it is called where it is spoken of alone: a variable with its module."""
+    of: Thing = place.of
+    module = dict.get(of, "__name__") if type(of) is dict and place.path == place.name else None
+    return f"{module}.{place.path}" if type(module) is str else place.path
+
+
+def _differs(before: object, now: object, name: str, ran: Sequence[CodeType]) -> bool:
+    """Whether there is another value, and not only another object or a count that no code goes by."""
+    if before is now or not (is_constant(before) and is_constant(now)):
+        return False
+    return not (type(before) is type(now) is int) or any(name in used_by_name(code) for code in ran)

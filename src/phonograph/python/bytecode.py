@@ -20,9 +20,10 @@ from typing import NamedTuple
 from .code_cache import of_code
 
 __all__ = ["ANY_KEY", "LOOKUPS", "MODULES", "SPACES", "Slight", "Used", "all_within", "asked_of_base", "asks_its_base",
-           "catches", "compares_identity", "formats_any", "hands_out", "has_instruction", "items_set", "looks_around",
-           "looks_around_itself", "matches", "names_in", "read_at", "set_at", "slight_use_in", "used_in", "used_in_full",
-           "uses_of_float", "uses_of_int", "uses_of_reductions", "uses_of_type", "words_in", "words_of"]  # fmt: skip
+           "catches", "compares_identity", "formats_any", "hands_out", "has_instruction", "items_set",
+           "looks_around", "looks_around_itself", "matches", "names_in", "read_at", "set_at", "slight_use_in",
+           "used_by_name", "used_in", "used_in_full", "uses_of_float", "uses_of_int", "uses_of_reductions",
+           "uses_of_type", "words_in", "words_of"]  # fmt: skip
 
 Instructions = list[dis.Instruction]
 
@@ -278,6 +279,57 @@ def slight_use_in(code: CodeType) -> Slight:
 
 
 @of_code
+def used_by_name(code: CodeType) -> frozenset[str]:
+    """The names of attributes, global variables and items with which code, or a function that it defines, does more than to
+    count or to set them, or to call what has them."""
+    found = set[str]()
+    for inner in all_within(code):
+        heard = [i for i in dis.get_instructions(inner) if i.opname not in _SILENT]
+        for n, i in enumerate(heard):
+            counts = True
+            if i.opname in _OF_GLOBALS:
+                counts = _is_added_to(heard[n : n + 4]) or _is_handed_on(heard[n + 1 : n + 4])
+            elif i.opname == "LOAD_ATTR" and not _MARKED & (i.arg or 0):
+                counts = _is_counted(heard[n - 1 : n + 5] if n else [])
+            elif i.opname == "LOAD_CONST" and type(i.argval) is str:
+                counts = _is_item_counted(heard[n + 1 : n + 6])
+            if not counts:
+                found.add(i.argval)
+    return frozenset(found)
+
+
+def _is_added_to(around: Instructions) -> bool:
+    """Whether these instructions, of which the first loads a global variable, add a number that stands there to it."""
+    if len(around) < 4:
+        return False
+    loads, number, adds, back = around
+    return _adds_constant(number, adds) and back.opname == "STORE_GLOBAL" and back.argval == loads.argval
+
+
+def _is_handed_on(after: Instructions) -> bool:
+    """Whether these instructions set an attribute or an item of a global variable to what was loaded before, which then stands
+    there as well."""
+    setting = [i for i in after[1:] if i.opname != "LOAD_CONST"][:1]
+    return bool(setting) and after[0].opname in _OF_GLOBALS and setting[0].opname in ("STORE_ATTR", "STORE_SUBSCR")
+
+
+def _is_item_counted(after: Instructions) -> bool:
+    """Whether these instructions, which follow the load of a key, set its item, or add a number that stands there to it."""
+    if after and after[0].opname == "STORE_SUBSCR":
+        return True
+    twice = [i for i in after[:2] if i.opname == "COPY"] or [i for i in after[:1] if i.opname == "DUP_TOP_TWO"]
+    gets, number, adds = [*after[len(twice) : len(twice) + 3], *[None] * 3][:3]
+    if not twice or gets is None or number is None or adds is None:
+        return False
+    return (gets.opname == "BINARY_SUBSCR" or gets.argrepr == "[]") and _adds_constant(number, adds)
+
+
+def _adds_constant(number: dis.Instruction, adds: dis.Instruction) -> bool:
+    known = number.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and type(number.argval) is int
+    return known and (adds.opname in ("INPLACE_ADD", "INPLACE_SUBTRACT") or adds.argrepr in ("+=", "-="))
+
+
+@of_code
 def used_in_full(code: CodeType) -> frozenset[str]:
     """The names of attributes and variables with which code, or a function that it defines, does anything else than to fill
     what they hold: to append to it (``x.losses.append(y)``), or to what it holds (``logs["loss"].append(y)``), or set
@@ -457,9 +509,7 @@ def _is_counted(around: Instructions) -> bool:
     twice, _, number, adds, swap, back = around
     return (
         twice.opname in ("COPY", "DUP_TOP")
-        and number.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
-        and type(number.argval) is int
-        and (adds.opname in ("INPLACE_ADD", "INPLACE_SUBTRACT") or adds.argrepr in ("+=", "-="))
+        and _adds_constant(number, adds)
         and swap.opname in ("SWAP", "ROT_TWO")
         and back.opname == "STORE_ATTR"
         and back.argval == around[1].argval

@@ -36,6 +36,7 @@ __all__ = [
     "all_of_space",
     "attribute",
     "cell",
+    "changes",
     "code_of",
     "held",
     "imported",
@@ -306,6 +307,20 @@ def what_stays(read: Read, now: Reading) -> Iterator[Read]:
                     yield Read(item_of(table, key, read.place.path), (value,))
 
 
+def changes(read: Read, now: Reading) -> Iterator[tuple[object, object, object]]:
+    """Of a place that holds as much as it did: by which name, if there is one, what was there, and what is."""
+    if len(read.value) != len(now):
+        return
+    if read.place.name == "<all>":
+        yield from zip(now[::2], read.value[1::2], now[1::2], strict=True)
+    elif read.place.name != "<items>":
+        yield from ((read.place.name, a, b) for a, b in zip(read.value, now, strict=True))
+    else:
+        for (table, before), (_, after) in zip(_taken_apart(read.value), _taken_apart(now), strict=False):
+            keys = after[: len(after) // 2] if issubclass(type(table), dict) else [""] * len(after)
+            yield from zip([""] * (len(after) - len(keys)) + keys, before, after, strict=False)
+
+
 def _key(key: object) -> object:
     """What tells keys apart without asking them: plain ones by value."""
     return (type(key), key) if type(key) in CONSTANTS else identity(key)
@@ -413,7 +428,14 @@ def all_of_space(space: Table, path: str) -> Place:
     def get() -> Reading:
         return tuple(x for name, v in [*space.items()] if not str(name).startswith("__") for x in (name, v))
 
-    return Place(space, "<all>", path, get, None, lambda: (space,))
+    def put(then: Reading) -> None:
+        before, now = (dict(zip(some[::2], some[1::2], strict=True)) for some in (then, get()))
+        for name in {**now, **before}:
+            was = before.get(name, MISSING)
+            if is_constant(now.get(name) if was is MISSING else was):  # others may be loaded when they are asked for
+                _set(space, name, was)
+
+    return Place(space, "<all>", path, get, put, lambda: (space,))
 
 
 def registered() -> Place:

@@ -2,6 +2,7 @@
 has to give what plain PyTorch gives.
 """
 
+import re
 import sys
 
 import pytest
@@ -366,3 +367,150 @@ def reset(): seen.clear()
     for n in range(5):
         assert_same(step(ramp(device, 3, start=n)), module.step(ramp(device, 3, start=n)))
     assert pg.stats(step).replayed >= 4, pg.explain(step)
+
+
+@may_run_live
+@pytest.mark.parametrize("refused", [False, True])
+def test_c09_objects_of_a_package_that_share_their_attributes(device, load, refused):
+    """As accelerate's states do. One is made in the call, when another has got a value: what a capture has set is put back."""
+    module = load("""
+import pkgstate
+def make():
+    state = pkgstate.Accumulation()
+    def step(x):
+        return x * 2 if state.begins() else x * 3
+    def refused(x):
+        return step(x) + x.sum().item() * 0
+    return step, refused
+#file site-packages/pkgstate/__init__.py
+class State:
+    def __init__(self):
+        self.__dict__ = self._shared
+        if self._shared == {}: self.syncs = True
+class Accumulation:
+    def __init__(self):
+        State._shared = {}
+        self.state, self.steps = State(), 0
+    def begins(self):
+        self.steps += 1
+        before = self.state.syncs
+        self.state.syncs = self.steps % 2 == 0
+        assert State().syncs is self.state.syncs
+        return before
+""")
+    x, f = ramp(device, 3), module.make()[refused]
+    plain = [f(x) for _ in range(12)]
+    f = module.make()[refused]
+    recorded = pg.record(f, fallback="live" if refused else "auto")
+    assert_same([recorded(x) for _ in range(12)], plain)
+    assert refused or pg.stats(recorded).recorded <= 2, pg.explain(recorded)
+
+
+OF_A_PACKAGE = """
+import pkgown
+of = pkgown.ways
+#file site-packages/pkgown/__init__.py
+import pkgown as me
+X, N, T, UNREAD = "a", 0, {"k": 1}, 0
+class K: v = "b"
+class Below(K): pass
+class Shared:
+    attributes = {"a": "x"}
+    def __init__(self): self.__dict__ = Shared.attributes
+class Own:
+    def __init__(self): self.a, self.n = "x", 0
+own, shared = Own(), Shared()
+ways = {}
+def way(f): ways[f.__name__] = f
+@way
+def a_variable():
+    global X
+    X += "a"
+    return len(me.X)
+@way
+def a_variable_of_the_module():
+    me.X = X + "a"
+    return len(X)
+@way
+def a_variable_in_a_dictionary():
+    vars(me)["X"] += "c"
+    return len(me.X)
+@way
+def a_class():
+    K.v += "b"
+    return len(getattr(K, "v"))
+@way
+def a_class_below():
+    K.v += "b"
+    return len(Below.v) + len(Below().v)
+@way
+def a_count_by_which_it_goes():
+    global N
+    N += 1
+    return 2 if me.N % 2 else 3
+@way
+def an_items_count():
+    T["k"] *= 2
+    return len(str(me.T["k"]))
+@way
+def an_attribute_in_a_dictionary():
+    own.__dict__["a"] = own.a + "y"
+    return len(own.a)
+@way
+def an_attribute_by_which_it_goes():
+    own.n += 1
+    return own.n % 3
+@way
+def a_shared_attribute():
+    shared.a += "z"
+    return len(Shared().a)
+@way
+def a_shared_attribute_in_a_dictionary():
+    shared.a += "z"
+    return len(Shared.attributes["a"])
+@way
+def an_item_that_is_an_attribute():
+    Shared.attributes["a"] += "z"
+    return len(shared.a)
+"""
+WAYS = re.findall(r"@way\ndef (\w+)", OF_A_PACKAGE)
+
+
+@may_run_live
+@pytest.mark.parametrize("reads", [False, True], ids=["recorded", "refused"])
+@pytest.mark.parametrize("way", WAYS)
+def test_c09_what_a_package_changes_of_its_own_and_goes_by(device, load, way, reads):
+    """Each replay had to change it. What a refused capture has changed is put back."""
+
+    def results(record):
+        of = load(OF_A_PACKAGE).of[way]
+        f = record(lambda x: x * of() + (x.sum().item() if reads else 0))
+        found = [f(ramp(device, 3)) for _ in range(8)]
+        for name in ("pkgown", "case_of_the_test"):
+            sys.modules.pop(name, None)
+        return found
+
+    assert_same(results(lambda f: pg.record(f, fallback="live")), results(lambda f: f))
+
+
+@may_run_live
+def test_c09_what_a_package_counts_and_does_not_go_by(device, load):
+    """Such a count moves in no replay."""
+    of = load("""
+import pkgcounts
+of = pkgcounts.f
+#file site-packages/pkgcounts/__init__.py
+calls, by_kind = 0, {"f": 0}
+class Box: n = 0
+box = Box()
+def f():
+    global calls
+    calls += 1
+    by_kind["f"] += 1
+    box.n += 1
+    return 2
+""").of
+    recorded = pg.record(lambda x: x * of())
+    for n in range(6):
+        assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
+    assert pg.stats(recorded).replayed == 5, pg.explain(recorded)

@@ -107,6 +107,27 @@ def test_c22_a_call_that_is_measured_is_counted_and_no_reason_is_told_of_it(devi
     assert not [reason for reason in all_reasons() if "beside its recording" in reason.words]
 
 
+@may_run_live
+def test_c22_calls_of_another_kind_are_no_comparison(device, monkeypatch):
+    """Two kinds in strict turns, of one signature: one is recorded, the other takes next to nothing live."""
+    monkeypatch.setattr(budget.Budget, "allows", lambda self, behind=0.0: self._first is None)  # one attempt
+    cell, seen = types.SimpleNamespace(scale=2), []
+
+    class Kinds(paying.Clock):
+        def times(self, took):
+            seen.append((took.live, cell.scale))
+            return (1e-6 if cell.scale == 2 else 100e-6) if took.live else 50e-6, 0.0
+
+    monkeypatch.setattr(paying, "clock", Kinds())
+    f = pg.record(lambda x: x * int(str(cell.scale)))
+    for n in range(2 * ENOUGH):
+        cell.scale = 2 + n % 2
+        assert_same(f(ramp(device, 3)), ramp(device, 3) * cell.scale)
+    assert pg.stats(f).recorded == 1
+    assert {*seen} == {(False, 3), (True, 3)}
+    assert still_recorded(f)
+
+
 @pytest.mark.parametrize(
     ("played", "live"),
     [
