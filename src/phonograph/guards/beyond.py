@@ -17,14 +17,14 @@ from typing import TypeAlias
 
 from .._torch.dynamic import Thing
 from ..errors import Overlooked, Refusal
-from ..python.bytecode import used_by_name
+from ..python.bytecode import names_in, used_by_name, used_in_full
 from ..python.holders import Holder
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_anothers
 from ..python.origin import is_users
 from ..reads.place import UNREAD, Place, Read, changes, is_constant, vars_of
 from ..reads.readset import Members, ReadSet
-from ..reads.whose import OURS, USER, whose_module
+from ..reads.whose import OURS, STDLIB, USER, whose, whose_module
 from .carried_state import Carried
 from .noted_places import of_classes, together
 from .reachable import Reach
@@ -95,19 +95,19 @@ class Beyond:
             return True
         if str(place.name).startswith("<") and place.name not in _MANY:
             return False
-        return any(_differs(before, then, str(name), ran) for name, before, then in changes(read, now))
+        container = place.path.rpartition(".")[2].partition("[")[0] if place.name == "<items>" else ""
+        return any(_differs(a, b, ran, n, container) for n, a, b in changes(read, now))
 
     def _counts_of(self, members: Members, name: str, ran: Sequence[CodeType]) -> bool:
         """Whether what a class has by this name, and has changed, had to change in each replay."""
         before, now = members.before.get(name, MISSING), vars_of(members.kind).get(name, MISSING)
-        return name in self.reads.users_names or _differs(before, now, name, ran)
+        return name in self.reads.users_names or _differs(before, now, ran, name)
 
     def restore(self) -> None:
         """Put back what the call has changed."""
         noted = [read for read in self.reads.reads.values() if read is not None and read.value]
         for read in self._of([*reversed(noted), *reversed(self.reads.before)]):
-            whole = read.place.name in _MANY or all(map(_is_plain, read.value))
-            if read.place.put is not None and whole and read.changed:
+            if read.place.put is not None and read.changed:
                 read.place.put(read.value)
         for members in self._classes():
             for name in _changed(members):
@@ -161,8 +161,21 @@ def _called(place: Place) -> str:
     return f"{module}.{place.path}" if type(module) is str else place.path
 
 
-def _differs(before: object, now: object, name: str, ran: Sequence[CodeType]) -> bool:
-    """Whether there is another value, and not only another object or a count that no code goes by."""
-    if before is now or not (is_constant(before) and is_constant(now)):
+def _differs(before: object, now: object, ran: Sequence[CodeType], name: object, container: str = "") -> bool:
+    """Whether there is another value, and not only another object or a count that no code goes by. (What has come is kept for
+    the next time, as caches do.)"""
+    if before is now or before is MISSING:
         return False
-    return not (type(before) is type(now) is int) or any(name in used_by_name(code) for code in ran)
+    counts = type(before) is type(now) is int or not (is_constant(before) and is_constant(now))
+    return not counts or _goes_by(ran, name, container)
+
+
+def _goes_by(ran: Sequence[CodeType], name: object, container: str) -> bool:
+    """Whether code does more with what has this name than to count or to set it; where it has none, with what is in this
+    container than to append to it and to set items. (What only Python's own code names is its own business.)"""
+    by_name = type(name) is str and (name or not container)
+    named = [code for code in ran if (name if by_name else container) in names_in(code)]
+    others = [code for code in named if whose(code.co_filename) != STDLIB]
+    if by_name:
+        return any(name in used_by_name(code) for code in others)
+    return not named or any(container in used_in_full(code) for code in others)

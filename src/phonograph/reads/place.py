@@ -12,7 +12,7 @@ import builtins
 import functools
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import NamedTuple
 
@@ -308,17 +308,30 @@ def what_stays(read: Read, now: Reading) -> Iterator[Read]:
 
 
 def changes(read: Read, now: Reading) -> Iterator[tuple[object, object, object]]:
-    """Of a place that holds as much as it did: by which name, if there is one, what was there, and what is."""
-    if len(read.value) != len(now):
-        return
+    """By which name, if there is one, what was in a place, and what is. Of a row that is longer or shorter: how long it was,
+    and is."""
     if read.place.name == "<all>":
-        yield from zip(now[::2], read.value[1::2], now[1::2], strict=True)
-    elif read.place.name != "<items>":
-        yield from ((read.place.name, a, b) for a, b in zip(read.value, now, strict=True))
-    else:
+        yield from _items_of(read.value[::2], read.value[1::2], now[::2], now[1::2])
+    elif read.place.name == "<items>":
         for (table, before), (_, after) in zip(_taken_apart(read.value), _taken_apart(now), strict=False):
-            keys = after[: len(after) // 2] if issubclass(type(table), dict) else [""] * len(after)
-            yield from zip([""] * (len(after) - len(keys)) + keys, before, after, strict=False)
+            if issubclass(type(table), dict):
+                n, m = len(before) // 2, len(after) // 2
+                yield from _items_of(before[:n], before[n:], after[:m], after[m:])
+            elif len(before) != len(after):
+                yield "", len(before), len(after)
+            else:
+                yield from zip([""] * len(after), before, after, strict=True)
+    else:
+        yield from ((read.place.name, a, b) for a, b in zip(read.value, now, strict=False))
+
+
+def _items_of(
+    keys: Sequence[object], values: Sequence[object], keys_now: Sequence[object], values_now: Sequence[object]
+) -> Iterator[tuple[object, object, object]]:  # fmt: skip
+    """By keys that were there or are."""
+    before, after = (dict(zip(map(_key, k), v, strict=True)) for k, v in ((keys, values), (keys_now, values_now)))
+    for key in [*keys, *(k for k in keys_now if _key(k) not in before)]:
+        yield key, before.get(_key(key), MISSING), after.get(_key(key), MISSING)
 
 
 def _key(key: object) -> object:

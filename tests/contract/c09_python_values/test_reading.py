@@ -410,8 +410,9 @@ OF_A_PACKAGE = """
 import pkgown
 of = pkgown.ways
 #file site-packages/pkgown/__init__.py
+import collections
 import pkgown as me
-X, N, T, UNREAD = "a", 0, {"k": 1}, 0
+X, N, T, L, S, Q = "a", 0, {"k": 1}, [], set(), collections.deque([0], maxlen=3)
 class K: v = "b"
 class Below(K): pass
 class Shared:
@@ -472,6 +473,41 @@ def a_shared_attribute_in_a_dictionary():
 def an_item_that_is_an_attribute():
     Shared.attributes["a"] += "z"
     return len(shared.a)
+@way
+def how_long_a_list_is():
+    L.append(1)
+    return len(L)
+@way
+def the_last_of_a_list():
+    L.append(len(L))
+    return L[-1] + 1
+@way
+def a_list_in_a_dictionary():
+    T.setdefault("l", []).append(1)
+    return len(T["l"])
+@way
+def a_set():
+    S.add(len(S))
+    return len(S)
+@way
+def a_row_of_the_last_three():
+    Q.append(len(Q) + Q[-1])
+    return sum(Q)
+@way
+def what_a_list_counts():
+    L or L.append(0)
+    L[0] += 1
+    return L[0]
+@way
+def what_an_argument_counts(counts=[0]):
+    counts[0] += 1
+    return counts[0]
+@way
+def an_object_in_place_of_another():
+    global own
+    before, own = own, Own()
+    own.n = before.n + 1
+    return own.n
 """
 WAYS = re.findall(r"@way\ndef (\w+)", OF_A_PACKAGE)
 
