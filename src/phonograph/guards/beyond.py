@@ -21,7 +21,7 @@ from ..python.bytecode import names_in, used_by_name, used_in_full
 from ..python.holders import Holder
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_anothers
-from ..python.origin import is_users
+from ..python.origin import is_ours, is_users
 from ..reads.place import UNREAD, Place, Read, changes, is_constant, vars_of
 from ..reads.readset import Members, ReadSet
 from ..reads.whose import OURS, STDLIB, USER, whose, whose_module
@@ -104,10 +104,16 @@ class Beyond:
         return name in self.reads.users_names or _differs(before, now, ran, name)
 
     def restore(self) -> None:
-        """Put back what the call has changed."""
-        noted = [read for read in self.reads.reads.values() if read is not None and read.value]
+        """Put back what the call has changed.
+
+        What was exchanged for the time of a capture is there again by now. What was noted meanwhile is not to be put back for
+        that, unless the call itself has changed it.
+        """
+        noted = [
+            read for read in self.reads.reads.values() if read is not None and read.value and all(map(_is_plain, read.value))
+        ]
         for read in self._of([*reversed(noted), *reversed(self.reads.before)]):
-            if read.place.put is not None and read.changed:
+            if read.place.put is not None and read.changed and not any(map(_is_ours, read.value)):
                 read.place.put(read.value)
         for members in self._classes():
             for name in _changed(members):
@@ -154,6 +160,11 @@ def _is_plain(value: object) -> bool:
     return is_constant(value) or value is MISSING or issubclass(type(value), type)
 
 
+def _is_ours(value: object) -> bool:
+    """Whether it is a function that stands for another while a call is captured."""
+    return type(value) is FunctionType and is_ours(value.__code__.co_filename)
+
+
 def _called(place: Place) -> str:
     """What it is called where it is spoken of alone: a variable with its module."""
     of: Thing = place.of
@@ -164,7 +175,7 @@ def _called(place: Place) -> str:
 def _differs(before: object, now: object, ran: Sequence[CodeType], name: object, container: str = "") -> bool:
     """Whether there is another value, and not only another object or a count that no code goes by. (What has come is kept for
     the next time, as caches do.)"""
-    if before is now or before is MISSING:
+    if before is now or before is MISSING or _is_ours(before) or _is_ours(now):
         return False
     counts = type(before) is type(now) is int or not (is_constant(before) and is_constant(now))
     return not counts or _goes_by(ran, name, container)

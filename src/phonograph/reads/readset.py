@@ -148,6 +148,9 @@ class ReadSet:
                 self._gate.pausing(lambda: self._begin(roots))
                 yield self
             self._settle()
+        except BaseException:
+            self.before.extend(read for read in self.reads.values() if read is not None and _has_plainly_changed(read))
+            raise
         finally:
             self._forget_the_way()
 
@@ -278,7 +281,7 @@ class ReadSet:
         """What the call writes is no constant; and what it sets to what it was, a replay does not set."""
         if not alike(read.value, now):
             self.written.append(read.place)
-            tensors = [v for v in read.value if Tensor in mro_of(type(v))]
+            tensors = _tensors_in(read)
             self._replaced.extend(tensors)
             self.before.extend([read] if not tensors else [])
             self.reads[key] = read._replace(value=(), relied=False)
@@ -681,6 +684,15 @@ class ReadSet:
             if "__subclasses__" in ways and issubclass(type(thing), type):
                 self._class(thing, whole=True)
                 self._below(thing)
+
+
+def _tensors_in(read: Read) -> list[object]:
+    return [v for v in read.value if Tensor in mro_of(type(v))]
+
+
+def _has_plainly_changed(read: Read) -> bool:
+    """Whether something else is there now, and there was no tensor."""
+    return bool(read.value) and read.changed and not _tensors_in(read)
 
 
 @of_code

@@ -2,8 +2,10 @@
 has to give what plain PyTorch gives.
 """
 
+import math
 import re
 import sys
+import types
 
 import pytest
 import torch
@@ -550,3 +552,27 @@ def f():
     for n in range(6):
         assert_same(recorded(ramp(device, 3, start=n)), ramp(device, 3, start=n) * 2)
     assert pg.stats(recorded).replayed == 5, pg.explain(recorded)
+
+
+@may_run_live
+def test_c12_what_stands_for_another_function_during_a_capture_is_not_put_back(device, load):
+    """A number that is followed has others in the place of functions of math, and packages read those."""
+    module = load("""
+import pkgmath
+class Trainer:
+    step, reads = 0, False
+    def update(self, x):
+        self.step += 1
+        x = x * pkgmath.warmed(self.step)
+        return x + x.sum().item() if self.reads else x
+trainer = Trainer()
+#file site-packages/pkgmath/__init__.py
+import math
+def warmed(step): return math.cos(step / 10)
+""")
+    recorded = pg.record(module.trainer.update, fallback="live")
+    for n in range(8):
+        module.trainer.reads = n > 4
+        recorded(ramp(device, 3))
+    assert pg.stats(recorded).replayed >= 3, pg.explain(recorded)
+    assert type(math.cos) is types.BuiltinFunctionType
