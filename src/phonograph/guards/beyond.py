@@ -2,9 +2,9 @@
 
 It is what the call was heard to read (`reads`): also by names that code has worked out, and of modules that it imports.
 
-A package may change what is its own business. A count that has moved on while a call was captured is left out (it moves in no
-replay, as no code runs), and so is an object in place of which another has come. Any other value that has changed would have to
-change in each replay: such a call is refused, and what it has changed is put back.
+A package may change what is its own business, as no replay does: what it counts, other objects in the place of some, what a
+cache has gained. Where code of the call goes by that, or a plain value has changed, each replay had to change it: such a call is
+refused, and what it has changed is put back.
 """
 
 from __future__ import annotations
