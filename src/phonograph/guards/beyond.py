@@ -2,9 +2,9 @@
 
 It is what the call was heard to read (`reads`): also by names that code has worked out, and of modules that it imports.
 
-A package may change what is its own business, as no replay does: what it counts, other objects in the place of some, what a
-cache has gained. Where code of the call goes by that, or a plain value has changed, each replay had to change it: such a call is
-refused, and what it has changed is put back.
+A package may change what is its own business, as no replay does: what it counts, which object is in a place, what a cache has
+gained. Where code of the call goes by that, or a plain value has changed, each replay had to change it: such a call is refused,
+and what it has changed is put back.
 """
 
 from __future__ import annotations
