@@ -9,6 +9,7 @@ and what it has changed is put back.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,7 +25,7 @@ from ..python.introspection import MISSING, is_anothers
 from ..python.origin import is_ours, is_users
 from ..reads.place import UNREAD, Place, Read, changes, is_constant, vars_of
 from ..reads.readset import Members, ReadSet
-from ..reads.whose import OURS, STDLIB, USER, whose, whose_module
+from ..reads.whose import OURS, USER, whose_module
 from .carried_state import Carried
 from .noted_places import of_classes, together
 from .reachable import Reach
@@ -104,16 +105,14 @@ class Beyond:
         return name in self.reads.users_names or _differs(before, now, ran, name)
 
     def restore(self) -> None:
-        """Put back what the call has changed.
-
-        What was exchanged for the time of a capture is there again by now. What was noted meanwhile is not to be put back for
-        that, unless the call itself has changed it.
-        """
-        noted = [
-            read for read in self.reads.reads.values() if read is not None and read.value and all(map(_is_plain, read.value))
-        ]
-        for read in self._of([*reversed(noted), *reversed(self.reads.before)]):
-            if read.place.put is not None and read.changed and not any(map(_is_ours, read.value)):
+        """Put back what the call has changed, the latest place first: several may lead to one value. (What stood for another
+        function while it was captured is no more.) Modules that it has loaded stay, with what they have put anywhere: only
+        plain values are put back then."""
+        loads = any(read.place.of is sys.modules for read in self.reads.before)
+        for read in self._of(reversed(self.reads.before)):
+            if read.place.put is None or not read.changed or any(map(_is_ours, read.value)):
+                continue
+            if not loads or (read.place.name not in _MANY and is_constant(read.value[0])):
                 read.place.put(read.value)
         for members in self._classes():
             for name in _changed(members):
@@ -155,11 +154,6 @@ def _is_of_others(thing: Thing) -> bool:
     return type(thing) is FunctionType and not is_users(thing.__code__.co_filename)
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a value cannot change, and may so be put back where another has come in its place."""
-    return is_constant(value) or value is MISSING or issubclass(type(value), type)
-
-
 def _is_ours(value: object) -> bool:
     """Whether it is a function that stands for another while a call is captured."""
     return type(value) is FunctionType and is_ours(value.__code__.co_filename)
@@ -183,10 +177,8 @@ def _differs(before: object, now: object, ran: Sequence[CodeType], name: object,
 
 def _goes_by(ran: Sequence[CodeType], name: object, container: str) -> bool:
     """Whether code does more with what has this name than to count or to set it; where it has none, with what is in this
-    container than to append to it and to set items. (What only Python's own code names is its own business.)"""
-    by_name = type(name) is str and (name or not container)
-    named = [code for code in ran if (name if by_name else container) in names_in(code)]
-    others = [code for code in named if whose(code.co_filename) != STDLIB]
-    if by_name:
-        return any(name in used_by_name(code) for code in others)
-    return not named or any(container in used_in_full(code) for code in others)
+    container than to append to it and to set items."""
+    if type(name) is str and (name or not container):
+        return any(name in used_by_name(code) for code in ran)
+    named = [code for code in ran if container in names_in(code)]
+    return not named or any(container in used_in_full(code) for code in named)

@@ -444,9 +444,7 @@ def all_of_space(space: Table, path: str) -> Place:
     def put(then: Reading) -> None:
         before, now = (dict(zip(some[::2], some[1::2], strict=True)) for some in (then, get()))
         for name in {**now, **before}:
-            was = before.get(name, MISSING)
-            if is_constant(now.get(name) if was is MISSING else was):  # others may be loaded when they are asked for
-                _set(space, name, was)
+            _set(space, name, before.get(name, MISSING))
 
     return Place(space, "<all>", path, get, put, lambda: (space,))
 

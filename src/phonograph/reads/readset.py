@@ -183,24 +183,21 @@ class ReadSet:
             self._class(kind, whole=False)
             if Module in mro_of(kind):
                 self._of_class(kind, "forward")
-            self._leads_nowhere(kind, things, opened=self._open(kind))
+            if self._open(kind):
+                self._leads_nowhere(kind, things)
         for root in roots:
             self.value(root, name_of(root))
 
-    def _leads_nowhere(self, kind: type, things: list[Thing], *, opened: bool) -> None:
+    def _leads_nowhere(self, kind: type, things: list[Thing]) -> None:
         """Of these objects, which are apart, nobody need tell of attributes of which the class has nothing, and which lead to
-        what is apart as well. Nor of the dictionary itself, which may be others' as well, or be read as that."""
+        what is apart as well. Nor of the dictionary itself."""
         of_class = {name for base in mro_of(kind) for name in vars_of(base)}
         always = ["__dict__"] if type(in_class(kind, "__dict__")) is GetSetDescriptorType else []
         for thing in things:
-            if (own := own_dict(thing)) is not None:
-                self._known(own, kind.__name__)
-            if not opened:
-                continue
-            key, within = identity(thing), own or {}
-            names = [n for n, v in dict.items(within) if type(v) in _LIE_WITHIN or identity(v) in self._apart]
+            own, key = own_dict(thing) or {}, identity(thing)
+            names = [n for n, v in dict.items(own) if type(v) in _LIE_WITHIN or identity(v) in self._apart]
             if Module in mro_of(kind):
-                names += [n for inner in _WITHIN for n in within.get(inner) or ()]
+                names += [n for within in _WITHIN for n in own.get(within) or ()]
             self.reads.update(dict.fromkeys([(key, n) for n in (*names, *always) if n not in of_class or n in always]))
 
     # -- the table

@@ -412,9 +412,10 @@ OF_A_PACKAGE = """
 import pkgown
 of = pkgown.ways
 #file site-packages/pkgown/__init__.py
-import collections
+import collections, itertools
 import pkgown as me
 X, N, T, L, S, Q = "a", 0, {"k": 1}, [], set(), collections.deque([0], maxlen=3)
+ids = itertools.count(1)
 class K: v = "b"
 class Below(K): pass
 class Shared:
@@ -424,12 +425,19 @@ class Own:
     def __init__(self): self.a, self.n = "x", 0
 own, shared = Own(), Shared()
 ways = {}
-def way(f): ways[f.__name__] = f
+def way(f): ways[f.__name__] = f; return f
 @way
 def a_variable():
     global X
     X += "a"
     return len(me.X)
+@way
+def a_variable_twice():
+    global X
+    X += "a"
+    before = len(me.X)
+    X += "b"
+    return before
 @way
 def a_variable_of_the_module():
     me.X = X + "a"
@@ -510,15 +518,29 @@ def an_object_in_place_of_another():
     before, own = own, Own()
     own.n = before.n + 1
     return own.n
+@way
+def an_iterator():
+    return next(ids)
+@way
+def how_many_items_there_are():
+    T[len(T)] = 1
+    return len(T)
+@way
+def an_attribute_of_a_function():
+    a_set.n = getattr(a_set, "n", 0) + 1
+    return a_set.n
 """
+UNSEEN = ("an_iterator", "how_many_items_there_are", "an_attribute_of_a_function")
 WAYS = re.findall(r"@way\ndef (\w+)", OF_A_PACKAGE)
 
 
 @may_run_live
 @pytest.mark.parametrize("reads", [False, True], ids=["recorded", "refused"])
 @pytest.mark.parametrize("way", WAYS)
-def test_c09_what_a_package_changes_of_its_own_and_goes_by(device, load, way, reads):
+def test_c09_what_a_package_changes_of_its_own_and_goes_by(device, load, way, reads, request):
     """Each replay had to change it. What a refused capture has changed is put back."""
+    if way in UNSEEN:
+        request.applymarker(pytest.mark.xfail(strict=not reads, reason="nothing in Python tells of it"))
 
     def results(record):
         of = load(OF_A_PACKAGE).of[way]
@@ -576,3 +598,39 @@ def warmed(step): return math.cos(step / 10)
         recorded(ramp(device, 3))
     assert pg.stats(recorded).replayed >= 3, pg.explain(recorded)
     assert type(math.cos) is types.BuiltinFunctionType
+
+
+@may_run_live
+def test_c12_a_module_that_a_refused_capture_has_loaded_stays(device, load):
+    """It is loaded once, and what it has registered is there. (It counts where nobody puts anything back.)"""
+    before = sys.getrecursionlimit()
+    module = load("""
+import pkglazy
+class Settings: late = False
+def f(x): return x * pkglazy.factor(Settings.late) + x.sum().item()
+#file site-packages/pkglazy/__init__.py
+import pkglazy as me
+known, order = {}, []
+def factor(late):
+    there = len(vars(me)) + len(known) + len(order)
+    if late:
+        import pkglazy.later
+        return me.later.FACTOR * known["later"]
+    return 2.0
+#file site-packages/pkglazy/later.py
+import sys, pkglazy
+FACTOR = 3.0
+pkglazy.known["later"] = 1.0
+pkglazy.order.append("later")
+sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+""")
+    recorded, x = pg.record(module.f, fallback="live"), ramp(device, 3)
+    try:
+        recorded(x)
+        module.Settings.late = True  # while it is captured
+        for _ in range(3):
+            assert_same(recorded(x), x * 3.0 + x.sum())
+        assert sys.getrecursionlimit() == before + 1
+        assert module.pkglazy.order == ["later"]
+    finally:
+        sys.setrecursionlimit(before)
