@@ -106,9 +106,11 @@ class DryRun:
         self._watch: OperatorWatch | None = None
         self._listener: Listener | None = None
         self._behaviour: Behaviour | None = None
-        notes = request.terms.placement.within is None or bool(request.reach.unwatchable)  # an audit must not touch it either
-        counts = notes and request.backward is None
-        self._reads = Reads(request.reach.objects) if counts else None
+        backward = request.backward is not None
+        self._compares = self._audits and (backward or not request.reach.unwatchable)  # (which an audit must not touch either)
+        followed = [spot.at for spot in prepared.spots if spot.kind is not None]
+        counts = not backward and (followed or not self._compares)
+        self._reads = Reads(request.reach.objects, followed) if counts else None
         self._untouched = Touches(request.reach, self._reads, request.device.torch_device, self._refused)
 
     def capture(self, most: float) -> Evidence:
@@ -368,8 +370,8 @@ class DryRun:
         stands: list[torch.Tensor] = []
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
-        beyond, audits = prepared.beyond, self._reads is None and request.terms.placement.within is not None
-        left_out = self._untouched.left_out if audits else beyond.hears(self._untouched.left_out, request.terms.carried)
+        beyond = prepared.beyond
+        left_out = self._untouched.left_out if self._compares else beyond.hears(self._untouched.left_out, request.terms.carried)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -380,10 +382,10 @@ class DryRun:
             cuts,  # which finds that as it is within
             nullcontext() if backward is None else backward.releasing(prepared.clearance.release, watch),
             nullcontext() if self._reads is None else self._reads.noting(),
-            nullcontext() if audits else beyond.noting(called),
+            nullcontext() if self._compares else beyond.noting(called),
             watching_python(self._outer, heard, reach.caching, left_out, watch, None, variables) as listener,
         ):
-            if not audits:
+            if not self._compares:
                 beyond.goes_with(sys.getprofile(), listener.collecting)
             self._listener, listener.found = listener, self._refused
             self._untouched.heard_by(listener)

@@ -59,7 +59,9 @@ def check_numbers(request: Request, evidence: Evidence) -> None:
             dials.hands_out(leaf)
     dials.left_in(evidence.behaviour.returned.all_containers())
     code, training = evidence.behaviour.code, all(m.training for m in reach.modules)
-    judged(dials, code.functions, code.sets_hooks, () if code.known is not None else reach.met, training)
+    known = code.known
+    more, reads = ((), known.reads) if known is not None else (reach.met, None)
+    judged(dials, code.functions, code.sets_hooks, more, training, reads)
     if any(part.may_read(dials.wide) for part in captured.watch.parts):
         dials.stray_all("is read where parts of the function run live")
     if any(part.may_write_anything() for part in captured.watch.parts):

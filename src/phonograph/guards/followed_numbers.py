@@ -41,12 +41,12 @@ from .._torch.dynamo import ran_compiled, uncompiled
 from ..aten.operators import tensors_in
 from ..call.signature import Call
 from ..errors import Refusal
-from ..python.bytecode import hands_out, uses_of_float, uses_of_int, uses_of_reductions, uses_of_type
+from ..python.bytecode import formats_any, hands_out, looks_around, uses_of_float, uses_of_int, uses_of_reductions, uses_of_type
 from ..python.holders import Holder, Spot
 from ..python.origin import is_ours, is_torchs, is_users
-from ..python.read_gate import behind_gate
+from ..python.read_gate import Reads, behind_gate
 from ..python.rows import Element, elements
-from ..python.unnamed_reads import is_harmless, reads_any_of
+from ..python.unnamed_reads import is_harmless
 from ..values.counters import Followed, Tally, are_rows, said
 from ..values.formulas import Worked
 from ..values.host_scalars import Numeral
@@ -568,10 +568,12 @@ _NO_FLOATS = frozenset({"isnan", "isinf", "isfinite", "isclose", "floor", "ceil"
 
 
 def judged(
-    dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]], hooked: bool, more: Iterable[object], training: bool
+    dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]], hooked: bool, more: Iterable[object], training: bool,
+    reads: Reads | None,
 ) -> None:  # fmt: skip
     """This code has run: whether some of it may have got at a number unseen. `hooked`: there may have been hooks. Functions
-    among `more` may have run as well. In `training` no module of torch's goes by what it asks."""
+    among `more` may have run as well. In `training` no module of torch's goes by what it asks. What it `reads`, if that is
+    known."""
     if ran_compiled([code for code, _ in ran]):
         dials.stray_all("may be read by compiled code")
     if dials.blind and (hooked or any(code.co_name == "backward" and is_users(code.co_filename) for code, _ in ran)):
@@ -588,9 +590,9 @@ def judged(
         if is_torchs(code.co_filename) or is_ours(code.co_filename) or is_harmless(code):
             continue
         if unseen := _unseen_by(code) - ({"type"} if ("type", id(space)) in dials.converting else set()):
-            dials.stray_all(f"may be taken by {min(unseen)} in {code.co_name}", _kept(dials, both))
+            dials.stray_all(f"may be taken by {min(unseen)} in {code.co_name}", _kept(dials, reads))
         elif any(type(c) is str and _PERCENT.search(c) for c in code.co_consts):
-            dials.stray_all(f"may be formatted by % in {code.co_name}", _kept(dials, both))
+            dials.stray_all(f"may be formatted by % in {code.co_name}", _kept(dials, reads))
 
 
 def asks_of_classes(dials: Dials, ran: Iterable[tuple[CodeType, dict[str, object]]]) -> bool:
@@ -610,10 +612,15 @@ def asks_of_classes(dials: Dials, ran: Iterable[tuple[CodeType, dict[str, object
 _CLASSES = frozenset({"float", "int", "bool", "complex", "Number", "numbers"})
 
 
-def _kept(dials: Dials, ran: Sequence[tuple[CodeType, dict[str, object]]]) -> Set[int]:
-    """Which whole numbers no code can have got but that which names them, of all that `ran`: it hands them to no other."""
-    spots = {i: (spot, spot.kind) for i, spot in enumerate(dials.spots) if spot.kind is not None and dials.is_whole(i)}
-    others = [one for one in ran if not (is_torchs(one[0].co_filename) or is_ours(one[0].co_filename))] if spots else []
-    around = reads_any_of(others)
-    handed_out = set[object]().union(*(hands_out(code) for code, _ in others))
-    return {i for i, (spot, kind) in spots.items() if spot.at[1] not in handed_out and not issubclass(kind, around)}
+def _kept(dials: Dials, reads: Reads | None) -> Set[int]:
+    """Which whole numbers no code has got but such as names them, and hands them to no other."""
+    spots = [(i, spot.at) for i, spot in enumerate(dials.spots) if spot.kind is not None and dials.is_whole(i)]
+    readers = {i: reads.readers(*at) for i, at in spots} if reads is not None else {}
+    return {i for i, (_, name) in spots if (who := readers.get(i)) is not None and all(_keeps(code, name) for code in who)}
+
+
+def _keeps(code: CodeType, name: object) -> bool:
+    """Whether code that has read an attribute of this name keeps it to itself."""
+    if is_torchs(code.co_filename) or is_ours(code.co_filename):
+        return True
+    return name in code.co_names and name not in hands_out(code) and not (looks_around(code) or formats_any(code))

@@ -136,8 +136,10 @@ class Touching(Protocol):
 class Reads:
     """What is read of these objects, which the caller keeps alive."""
 
-    def __init__(self, objects: Iterable[object]) -> None:
+    def __init__(self, objects: Iterable[object], asked_who: Iterable[tuple[int, object]] = ()) -> None:
+        """Of some attributes it is asked who has read them: pairs of an object's identity and a name."""
         things = [*objects]
+        self._readers: dict[tuple[int, object], dict[int, CodeType]] = {at: {} for at in asked_who}
         self._kinds = {*filter(may_be_gated, {*map(type, things)})}
         anyway = {kind: _asked_anyway(kind) for kind in self._kinds}
         self._names: dict[int, set[str]] = {identity(x): {*anyway[type(x)]} for x in things if type(x) in self._kinds}
@@ -168,6 +170,11 @@ class Reads:
     def asked(self) -> set[str] | None:
         """The names that `BY_NAME` was asked for, of whatever it was; None if it may have given all attributes."""
         return self._asked if _ALL.isdisjoint(self._asked) else None
+
+    def readers(self, thing: int, name: object) -> list[CodeType] | None:
+        """The code that has read an attribute of an object, given by its identity; None if other code may have."""
+        names = self._names.get(thing)
+        return [*self._readers[thing, name].values()] if names is not None and _ALL.isdisjoint(names) else None
 
     def knows(self, kind: type) -> bool:
         """Whether reads of such objects were noted."""
@@ -242,6 +249,7 @@ class Reads:
         if names is None:
             return
         names.add(name)
+        self._readers.get((identity(thing), name), {})[identity(frame.f_code)] = frame.f_code
         value = dict.get(own_dict(thing) or {}, name, MISSING)
         if self.touching is not None:
             self.touching.read(value, frame, name)
@@ -253,7 +261,7 @@ class Reads:
         return threading.get_ident() not in self._beside or on_thread_of_autograds()
 
     def _gate(self, get: Thing) -> Thing:
-        found, at, module = self._names, self._read_at, torch.nn.Module
+        found, at, module, readers = self._names, self._read_at, torch.nn.Module, self._readers
         touching, is_heard = self.touching, self._is_heard
 
         def __getattribute__(thing: object, name: str) -> object:  # noqa: N807 - it stands there as that
@@ -266,6 +274,9 @@ class Reads:
                 if touching is not None and not _ALL.isdisjoint(read):
                     touching.read_all(thing, _reader())
                 names |= read
+            if readers and (who := readers.get((identity(thing), name))) is not None:
+                code = _reader().f_code
+                who[identity(code)] = code
             value = get(thing, name)
             if touching is not None:
                 touching.read(value, _reader(), name)

@@ -5,6 +5,9 @@ import dataclasses
 import inspect
 import json
 import math
+import operator
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -296,7 +299,7 @@ def test_c09_whatever_is_done_with_a_counter_is_right(device, how):
     alongside(device, Counting, 12)
 
 
-_library = {"inspect": inspect, "__name__": "counting"}
+_library = {"inspect": inspect, "sys": sys, "__name__": "counting"}
 exec(compile("""
 class Own:
     def __init__(self):
@@ -314,11 +317,20 @@ def accepts(f, name):
 def exactly(n):
     return 2.0 if type(n) is int else 3.0
 
+def exactly_elsewhere(n):
+    return sys.modules["counting_" + "within"].exactly(n)
+
 def read(thing, name):
     return exactly(getattr(thing, name))
 
 def filled(text, thing):
     return len(text.format(thing)) * exactly(1)
+
+def looked_up(thing, *names):
+    return [getattr(thing, name + "") for name in names]
+
+def handed_on(n):
+    return exactly(n.n)
 """, "/usr/lib/site-packages/counting.py", "exec"), _library)  # fmt: skip
 
 
@@ -343,6 +355,20 @@ def test_c09_code_asks_for_classes_that_does_not_get_the_counter(device):
     assert counts(recorded) == (2, 2, 12), pg.explain(recorded)
 
 
+class LookedAround(Accumulating):
+    """As accelerate does it where something is imported meanwhile, and a finder reads attributes by names that it works out."""
+
+    def update(self, x):
+        _library["looked_up"](_library["Own"](), "spec_of_this")
+        _library["handed_on"](types.SimpleNamespace(n=3))
+        return super().update(x)
+
+
+def test_c09_code_reads_by_names_worked_out_and_of_others_what_is_called_so(device):
+    recorded = alongside(device, LookedAround)
+    assert counts(recorded) == (2, 2, 12), pg.explain(recorded)
+
+
 def _passed_on(x, s):
     n = s.n
     return x * _library["exactly"](n)
@@ -353,6 +379,7 @@ def _kept_elsewhere(x, s):
     return x * _library["exactly"](s.last_n)
 
 
+_the_n = operator.attrgetter("n")
 # Ways by which such code does get it.
 GIVEN = {
     "the counter": lambda x, s: x * _library["exactly"](s.n),
@@ -363,6 +390,8 @@ GIVEN = {
     "this or that": lambda x, s: x * _library["exactly"](s.n or 0),
     "by name": lambda x, s: x * _library["read"](s, "n"),
     "by a name worked out": lambda x, s: x * _library["read"](s, "nn"[:1]),
+    "by both": lambda x, s: x * (s.n > 0) * _library["exactly"](getattr(s, "nn"[:1])),
+    "by C": lambda x, s: x * _library["exactly"](_the_n(s)),
     "all attributes": lambda x, s: x * _library["exactly"](vars(s)["nn"[:1]]),
     "in a list": lambda x, s: x * sum(map(_library["exactly"], [s.n])),
     "a text": lambda x, s: x * _library["filled"]("{0.n}", s),
@@ -413,8 +442,16 @@ class Setting(Summed):
 
 
 @may_run_live
+@pytest.mark.parametrize("asks", ["exactly", "exactly_elsewhere"])
 @pytest.mark.parametrize("how", GIVEN.values(), ids=list(GIVEN))
-def test_c09_code_asks_for_the_class_of_a_counter(device, how):
+def test_c09_code_asks_for_the_class_of_a_counter(device, how, asks, monkeypatch):
+    within = types.ModuleType("counting_within")
+    exec(
+        compile("def exactly(n): return 2.0 if type(n) is int else 3.0", "/usr/lib/site-packages/within.py", "exec"),
+        vars(within),
+    )
+    monkeypatch.setitem(sys.modules, within.__name__, within)
+    monkeypatch.setitem(_library, "exactly", _library[asks])
     alongside(device, type("Given", (Given,), {"how": staticmethod(how)}))
 
 
