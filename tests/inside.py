@@ -24,6 +24,7 @@ from tests.ranks import Case
 
 WIDTH, BLOCKS = 16, 3
 BUCKET = 1200 / 2**20  # MiB: about one for each block
+_FIRST_BUCKET = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
 
 
 class Block(nn.Module):
@@ -98,6 +99,7 @@ def compiled(module: nn.Module) -> Any:
     if ranks._now[-1] is None:
         return module
     torch._dynamo.reset()
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = _FIRST_BUCKET  # type: ignore[attr-defined]
     ranks._inner[:] = [All(kept=module)]
     return torch.compile(module, backend="phonograph", options={"inner": "aot_eager"})
 
@@ -115,8 +117,9 @@ class Together(nn.Module):
 
 def compiled_in_buckets(net: nn.Sequential, **options: Any) -> Any:
     """Dynamo splits the graph where a bucket ends, and asks each part with fake tensors for the shapes that it gives."""
+    made = compiled(averaged(Together(net), **options))
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = int(BUCKET * 2**20)  # type: ignore[attr-defined]
-    return compiled(averaged(Together(net), **options))
+    return made
 
 
 def averaged(module: nn.Module, bucket: float = BUCKET, hook: Any = None, **options: Any) -> Any:
