@@ -249,7 +249,8 @@ class Trial:
         self._averaged = averaged
         self._live = False
         self._unlike = _UNLIKE[False]  # calls that do not count
-        self._ran = 0  # live calls of this round
+        self._ran = self._played = 0  # live calls of this round, and replays since calls are played again
+        self._unfit = 0  # live calls in turn that are no comparison
         self._rounds = 1
         self._idle = 0
         self._last: Took | None = None  # of which the end is yet to come
@@ -265,6 +266,8 @@ class Trial:
         """Such a call took so long."""
         global _moved
         _moved += live and self._moves_gradients
+        self._played += not live
+        self._unfit = self._unfit + 1 if live and not self.fits else 0
         if live is not self._live or took.device != self.device or (live and not self.fits):
             return
         self._ran += live
@@ -301,19 +304,21 @@ class Trial:
         first = self._rounds == 1 and live
         self._unlike = _UNLIKE[True] - self._has_backward if first else 0
         self._rounds += not live
-        self._live, self._ran = live, 0
+        self._live, self._ran, self._played, self._unfit = live, 0, 0, 0
         if self._last is not None:
             self._samples.forget(self._last)
             self._last = None
 
     def _next(self) -> Turn:
-        if self._idle > _PATIENCE:
-            return self._undecided
+        if self._idle > _PATIENCE and self.cut is None:
+            return Turn.KEEP
+        if self._unfit > LIVE:  # what was recorded has changed, and is to be recorded anew
+            return Turn.PLAY
         if self._live:
             return Turn.GO_ON if self._ran < LIVE else self._compared() or Turn.PLAY
         if self._rounds > 1 and (verdict := self._compared()) is not None:
             return verdict
-        if self._rounds > ROUNDS or self._samples.count(False) < SAMPLES * self._rounds:
+        if self._rounds > ROUNDS or self._samples.count(False) < SAMPLES * self._rounds or not self._played:
             return Turn.GO_ON
         doubt = self._rounds > 1 or (self._may_run_live and (self.cut is not None or self._in_doubt()))
         return Turn.RUN_LIVE if doubt else self._undecided

@@ -108,8 +108,9 @@ def test_c22_a_call_that_is_measured_is_counted_and_no_reason_is_told_of_it(devi
 
 
 @may_run_live
-def test_c22_calls_of_another_kind_are_no_comparison(device, monkeypatch):
-    """Two kinds in strict turns, of one signature: one is recorded, the other takes next to nothing live."""
+@pytest.mark.parametrize("every", [2, 3])
+def test_c22_calls_of_another_kind_are_no_comparison(device, monkeypatch, every):
+    """Two kinds in turns, of one signature: one is recorded, the other takes next to nothing live."""
     monkeypatch.setattr(budget.Budget, "allows", lambda self, behind=0.0: self._first is None)  # one attempt
     cell, seen = types.SimpleNamespace(scale=2), []
 
@@ -120,12 +121,52 @@ def test_c22_calls_of_another_kind_are_no_comparison(device, monkeypatch):
 
     monkeypatch.setattr(paying, "clock", Kinds())
     f = pg.record(lambda x: x * int(str(cell.scale)))
-    for n in range(2 * ENOUGH):
-        cell.scale = 2 + n % 2
+    for n in range(every * ENOUGH):
+        cell.scale = 3 if n % every == 1 else 2
         assert_same(f(ramp(device, 3)), ramp(device, 3) * cell.scale)
     assert pg.stats(f).recorded == 1
     assert {*seen} == {(False, 3), (True, 3)}
+    assert seen.count((True, 3)) == LIVE - 2  # the first two do not count
     assert still_recorded(f)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_c22_what_fits_no_more_while_calls_are_timed_is_recorded_anew(device, takes, monkeypatch, split):
+    """Else such calls would run live for ever: none of them is compared with a recording that is not theirs."""
+    monkeypatch.setattr(budget.Budget, "allows", lambda self, behind=0.0: True)
+    takes(played=24, live=31)
+    x, cell = ramp(device, 3), types.SimpleNamespace(scale=2)
+
+    def scaled(x):
+        return x * (int(str(cell.scale)) if not split or x.sum().item() > 0 else 0)
+
+    f = pg.record(scaled)
+    while not pg.stats(f).timed:
+        f(x)
+    cell.scale = 3
+    before = pg.stats(f)
+    for _ in range(ENOUGH):
+        assert_same(f(x), x * 3)
+    assert pg.stats(f).recorded == before.recorded + 1
+    assert pg.stats(f).live - before.live <= (paying.LIVE + 1) + LIVE + 2
+    assert still_recorded(f)
+
+
+@may_run_live
+@pytest.mark.parametrize("played", [24, 31])
+@pytest.mark.parametrize("before", [4, 12])  # calls: while they are played, and while they run live to be timed
+def test_c22_calls_of_another_signature_end_no_trial_of_a_cut(device, takes, before, played):
+    """Such a recording has to be measured to be faster, however seldom it is called."""
+    takes(played=played, live=27)
+    x = ramp(device, 3)
+    f = called(pg.record(lambda x: x * (2 if x.sum().item() > 0 else 3)), x, before)
+    called(f, ramp(device, 4), 300)
+    f = called(f, x)
+    assert ("cut out there, a replay takes 31 us" in pg.explain(f)) is (played == 31), pg.explain(f)
+    assert_same(f(x), x * 2)
+    replayed = pg.stats(f).replayed
+    called(f, x, 10)
+    assert pg.stats(f).replayed - replayed == (10 if played == 24 else 0)
 
 
 @pytest.mark.parametrize(
