@@ -192,6 +192,15 @@ def test_variables_of_functions_are_places(monkeypatch):
     assert changed(reads) == ["factor"]
 
 
+def test_what_a_backend_has_compiled_is_one_thing():
+    """torch's own objects in it are as many as a model has parameters, and stay what they are."""
+    name, space = "__compiled_fn_1", {}
+    space[name] = functools.partial(max, [1, 2])
+    exec(f"def called(): return {name}()", space)
+    found = [read.place for read in noted(space["called"]).reads.values() if read is not None]
+    assert [place.name for place in found if place.path.startswith(name)] == [name]
+
+
 def test_a_module_tells_what_is_read_of_it(monkeypatch):
     monkeypatch.setattr(SETTINGS, "rate", 1.0, raising=False)
     reads = noted(lambda: SETTINGS.rate)

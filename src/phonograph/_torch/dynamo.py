@@ -36,6 +36,7 @@ __all__ = [
     "is_written_by_torch",
     "kept_of_generators",
     "looked_at_first",
+    "names_graph",
     "never_compiled",
     "not_compiled_by_itself",
     "not_followed_by_dynamo",
@@ -193,6 +194,11 @@ def ran_compiled(ran: Iterable[CodeType]) -> bool:
         return False
     contexts = getattr(dynamo, "_TorchDynamoContext", None)
     return contexts is None or not _within(contexts.__call__.__code__).isdisjoint(map(_identity, ran))
+
+
+def names_graph(name: object) -> bool:
+    """Whether Dynamo gives such a name to what a backend has made of a graph, among the global variables of the code."""
+    return type(name) is str and name.startswith("__compiled_fn_")
 
 
 @contextmanager

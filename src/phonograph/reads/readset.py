@@ -28,6 +28,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Module
 
 from .._torch.dynamic import Reading, Table, Thing
+from .._torch.dynamo import names_graph
 from .._torch.operators import OpOverload, OpOverloadPacket
 from ..call.live_function import is_marked
 from ..python.bytecode import asks_its_base, has_instruction, matches, used_in
@@ -210,7 +211,7 @@ class ReadSet:
         self.reads[key] = None  # what it holds may lead back to it
         read = self.reads[key] = Read(place, place.get(), relied)
         self._kept.append(place.of)
-        if relied:
+        if relied and not names_graph(place.name):  # (what a backend has made stays as it is)
             self._hold(read)
 
     def _hold(self, read: Read) -> None:
