@@ -103,6 +103,31 @@ def test_each_change_is_heard(way):
     assert known.moved() == []
 
 
+FILLED = {
+    "update": lambda d: d.update({"a": 1}),
+    "|=": lambda d: d.__ior__({"a": 1}),
+    "by keywords": lambda d: d.update(a=1),
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("fill", FILLED.values(), ids=list(FILLED))
+def test_an_empty_dictionary_that_gets_all_items_of_another_is_heard(fill, own):
+    """torch's guards do not hear of that from CPython 3.12 on."""
+    d = {"b": 1}
+    asked = Versions([], [lambda: d]) if own else Versions([d], [])
+    for _ in range(3):
+        asked.moved()
+        asked.keep()
+        assert asked.moved() == []
+        d.clear()
+        assert asked.moved() == [0]
+        asked.keep()
+        assert asked.moved() == []
+        fill(d)
+        assert asked.moved() == [0]
+
+
 def test_a_change_of_a_global_variable_is_heard():
     known = Versions([globals()], [])
     known.moved(), known.keep()

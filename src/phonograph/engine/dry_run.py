@@ -217,7 +217,7 @@ class DryRun:
         watch.stood_in()
         found = before(self._prepared.snapshot.holders)
         times = held(self._unread.values())
-        result, state, listener = self._call(arguments.args, by_name, watch)
+        result, state, listener = self._call(arguments, by_name, watch)
         more = [now - then for now, then in zip(held(self._unread.values()), times, strict=True)]
         lasting = self._kept(more, result, arguments)
         apart = self._dials.left()
@@ -357,7 +357,7 @@ class DryRun:
         return texts
 
     def _call(
-        self, args: Sequence[object], kwargs: dict[str, object], watch: OperatorWatch
+        self, arguments: Arguments, kwargs: dict[str, object], watch: OperatorWatch
     ) -> tuple[Thing, list[tuple[torch.Tensor, torch.Tensor]], Listener]:
         """Call the function where its effects are heard. Returns its result; pairs of a tensor that stood for a parameter of a
         graph, and that; and who has listened."""
@@ -371,7 +371,9 @@ class DryRun:
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
         beyond = prepared.beyond
-        left_out = self._untouched.left_out if self._compares else beyond.hears(self._untouched.left_out, request.terms.carried)
+        left_out = self._untouched.left_out
+        if not self._compares:
+            left_out = beyond.hears(left_out, request.terms.carried, arguments.built)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -394,7 +396,7 @@ class DryRun:
                 stands += map(tracing.parameter, state)
                 called = called.with_state(stands)
             try:
-                result = called(*args, **kwargs)
+                result = called(*arguments.args, **kwargs)
             except BaseException as e:
                 watch.end_groups()
                 # `checkpoint` keeps its contexts in a generator, which ends with the frames: inside of ours, as they began.

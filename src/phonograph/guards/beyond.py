@@ -56,9 +56,10 @@ class Beyond:
         """This function tells of starts. What runs is not the call's while it is `aside`."""
         self.reads.goes_with(profile, aside)
 
-    def hears(self, left_out: LeftOut, carried: Carried) -> LeftOut:
-        """What is to be told of each function that starts, before it is asked what was `left_out`."""
-        self.reads.stand_ins = carried.holders()
+    def hears(self, left_out: LeftOut, carried: Carried, built: Iterable[object]) -> LeftOut:
+        """What is to be told of each function that starts, before it is asked what was `left_out`. What was `built` stands for
+        containers and objects among the arguments."""
+        self.reads.stand_ins = carried.holders() | {*map(identity, built)}
         return partial(_heard, self.reads, left_out)  # (which leads not back here)
 
     def holders(self, ran: Sequence[CodeType], marks: Set[int]) -> list[Holder]:

@@ -7,7 +7,8 @@ enough there to change a dictionary of our own: where its version is the next nu
 has been changed meanwhile.
 
 What counts of an `OrderedDict` is its order as well, which can change without a new version: one with several items is read.
-And there are releases of CPython in which what is assigned to an attribute is not heard (3.13.0): that is tried out once.
+And there are releases of CPython in which what is assigned to an attribute is not heard (3.13.0): that is tried out once. So
+is whether an empty dictionary is heard when it gets all items of another one: torch's guards leave that event out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from .._torch.dynamic import Thing
 from .._torch.native import Fact, dict_version, tells_versions
+from .identity import identity
 
 __all__ = ["Versions", "at_one_glance", "of_class", "tell"]
 
@@ -75,6 +77,14 @@ def _are_heard() -> bool:
     return True
 
 
+def _are_filled_unheard() -> bool:
+    """Whether an empty dictionary may get the items of another one and keep its version."""
+    d: dict[str, int] = {}
+    before = dict_version(d)
+    d.update(a=0)
+    return bool(dict_version(d) == before)
+
+
 def _are_counted_together() -> bool:
     """Whether the clock knows: versions go up by one, and only those of dictionaries of which they have been asked."""
     known, other = {"a": 0}, {"a": 0}
@@ -94,6 +104,7 @@ def of_class(kind: type) -> Thing:
 
 
 _heard = dict_version is not None and _are_heard()
+_filled_unheard = _heard and _are_filled_unheard()
 at_one_glance = _heard and _are_counted_together()
 """Whether it takes no more to know that none of many has been changed. Otherwise each is asked."""
 
@@ -106,13 +117,14 @@ def tell(dictionaries: Iterable[object]) -> bool:
 class Versions:
     """Those of some dictionaries. Objects' own dictionaries are found by a function: they may be replaced as a whole."""
 
-    __slots__ = ("_dictionaries", "_epoch", "_find", "_new", "_own", "_versions")
+    __slots__ = ("_dictionaries", "_empty", "_epoch", "_find", "_new", "_own", "_versions")
 
     def __init__(self, dictionaries: list[dict[object, object]], find: list[Callable[[], dict[object, object]]]) -> None:
         self._dictionaries, self._find = dictionaries, find
         self._own: list[Thing] = [None] * len(find)
         self._versions = [-1] * (len(dictionaries) + len(find))
         self._epoch = -1
+        self._empty: list[Thing] = []  # those that were, where it has to be looked at whether they are
         self._new: Any = None
 
     def moved(self) -> list[int]:
@@ -120,6 +132,7 @@ class Versions:
         own = [find() for find in self._find]
         replaced = not all(map(is_, own, self._own))
         epoch = _clock.now() if at_one_glance else -1
+        replaced = replaced or self._are_filled()
         if epoch == self._epoch and at_one_glance and not replaced:
             return []
         now = [*map(dict_version, self._dictionaries), *map(dict_version, own)]
@@ -127,14 +140,20 @@ class Versions:
             self._epoch = epoch
             return []
         self._new = own, now, epoch
-        n = len(self._dictionaries)
-        others = [False] * n + [d is not was for d, was in zip(own, self._own, strict=True)]
+        filled = {identity(d) for d in self._empty if d}
+        others = [identity(d) in filled for d in self._dictionaries]
+        others += [d is not was or identity(d) in filled for d, was in zip(own, self._own, strict=True)]
         return [i for i, (a, b, other) in enumerate(zip(now, self._versions, others, strict=True)) if other or a != b]
+
+    def _are_filled(self) -> bool:
+        return any(self._empty)
 
     def facts(self) -> list[Fact] | None:
         """Which say that none has moved."""
         own: list[tuple[Any, Any]] = [(find, find()) for find in self._find]
         found: list[Fact] = [("called", find, d) for find, d in own]
+        if self._empty:
+            found.append(("called", self._are_filled, False))
         if at_one_glance:
             return [("called", _clock.now, _clock.now()), *found]
         return [*(("version", d) for d in (*self._dictionaries, *(d for _, d in own))), *found] if tells_versions else None
@@ -142,3 +161,5 @@ class Versions:
     def keep(self) -> None:
         """What has moved has been looked at, and holds what it did."""
         self._own, self._versions, self._epoch = self._new
+        if _filled_unheard:
+            self._empty = [d for d in (*self._dictionaries, *self._own) if not d]

@@ -1,8 +1,10 @@
 """C6: functions and modules whose backward runs outside, in everyday training loops."""
 
 import copy
+import dataclasses
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import phonograph as pg
 from phonograph.compile import backend, graphs
 from phonograph.testing import assert_same
 from tests.contract.shared.pairs import Both, assert_recorded, batch, grads, perceptron
-from tests.helpers import may_run_live
+from tests.helpers import may_run_live, ramp
 
 # ---------------------------------------------------------------------------------------------------
 # Where gradients are added up
@@ -587,3 +589,38 @@ def test_c06_another_set_of_results_is_used_in_each_step(device):
             sum([out["a"].sum(), out["rest"][0].square().sum(), out["h"].sum()][: 1 + n % 3]).backward()
         both.check()
     assert_recorded(both, 8)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class ByAttribute(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+GIVEN = {"a dataclass": Batch, "a namespace": types.SimpleNamespace, "a dictionary with attributes": ByAttribute}
+
+
+@pytest.mark.parametrize("made", GIVEN.values(), ids=list(GIVEN))
+def test_c06_a_model_is_given_an_object_that_holds_its_batch(device, made):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2, device=device)
+
+        def forward(self, batch):
+            return self.layer(batch.x)
+
+    net = Net()
+    twin = copy.deepcopy(net)
+    pg.record(net, keep="always")
+    for turn in range(5):
+        x = ramp(device, 4, 3) + turn
+        for each in (net, twin):
+            each(made(x=x.clone())).square().sum().backward()
+        assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert pg.stats(net).recorded == 1
+    assert pg.stats(net).replayed >= 3, pg.explain(net)

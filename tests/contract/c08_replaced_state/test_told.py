@@ -671,3 +671,17 @@ def test_c09_counts_that_begin_anew(device):
         found.append([*losses, *map(torch.detach, net.parameters())])
     assert_same(*found)
     assert pg.stats(step).replayed >= 15, pg.explain(step)
+
+
+@pytest.mark.parametrize("reads", [lambda d: 2.0 + d.get("b", 0), lambda d: 2.0 + len(d)], ids=["an item", "how many"])
+@pytest.mark.parametrize("before", [{}, {"a": 1}], ids=["empty", "emptied"])
+def test_c09_an_empty_dictionary_is_filled_from_another(device, before, reads):
+    settings = {**before}
+    step = pg.record(lambda x: x * reads(settings), keep="always")
+    for turn in range(9):
+        if turn == 3:
+            settings.clear()
+        if turn == 6:
+            settings.update(b=3.0)
+        assert_same(step(ramp(device, 3)), ramp(device, 3) * reads(settings))
+    assert pg.stats(step).replayed
