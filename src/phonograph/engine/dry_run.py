@@ -36,6 +36,7 @@ from ..devices.cuts import Cuts
 from ..errors import NotPutBack, Overlooked, Refusal, Unseen
 from ..guards.attribute_effects import Found as Attributes
 from ..guards.attribute_effects import Left, before, left_by
+from ..guards.beyond import LeftOut
 from ..guards.carried_state import Carried, Carries, tensors_in
 from ..guards.followed_numbers import Fixed, guarding
 from ..guards.hyperparameters import Dials
@@ -371,9 +372,7 @@ class DryRun:
         variables = self._untouched if self._untouched.some else None
         watch.outermost = sys._getframe().f_code
         beyond = prepared.beyond
-        left_out = self._untouched.left_out
-        if not self._compares:
-            left_out = beyond.hears(left_out, request.terms.carried, arguments.built)
+        left_out = self._untouched.left_out if self._compares else self._heard_of(arguments)
         cuts = Cuts(request.terms.notes, reach, watch, self._outer, backward is not None)
         with (
             guarding(self._dials, reach),
@@ -409,6 +408,11 @@ class DryRun:
                     raise noticed[0] from None  # who has caught that made another exception of it (Dynamo does), or logged it
                 raise
         return result, [*zip(stands, state, strict=True)], listener
+
+    def _heard_of(self, arguments: Arguments) -> LeftOut:
+        """What is to be told of each function that starts, where what is read is noted as well."""
+        terms = self._request.terms
+        return self._prepared.beyond.hears(self._untouched.left_out, terms.carried, arguments.built)
 
     # -- after the call, still inside of the capture
 

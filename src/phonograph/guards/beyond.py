@@ -31,7 +31,7 @@ from .noted_places import of_classes, together
 from .reachable import Reach
 from .replaced import as_was
 
-__all__ = ["Beyond"]
+__all__ = ["Beyond", "LeftOut"]
 
 LeftOut: TypeAlias = Callable[[FrameType], Overlooked | Refusal | None]
 _MANY = frozenset({"<items>", "<all>"})
