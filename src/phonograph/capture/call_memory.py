@@ -144,10 +144,10 @@ class CallMemory:
             for shown in self._shown.get(key, ()):
                 shown[0] = True
         if (key in self.outside or key in self.slot_ids) and key not in self.written:
-            self.written[key] = t
-            self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
             others = self._outside_at.get(key, ())
+            self._versions[key] = version if version is not None else 0 if t.is_inference() else t._version
             self._beside[key] = [(o, o._version) for o in others if o is not t and not o.is_inference()]
+            self.written[key] = t  # last: an exception may come between
 
     def shown(self, t: torch.Tensor) -> list[bool]:
         """This tensor is shown to somebody who may keep it: a list that says whether it is written afterwards."""
