@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# torch 2.11.0+cu130 on an NVIDIA H200 (driver DRIVER). torch.vmap around torch.autograd.grad raises where the forward ran on another
-# stream than the one that asks: autograd's engine records the use of a gradient on a stream, and what vmap gives has no memory.
-# is_grads_batched=True, which hides the batch in another way, gives the Jacobian; so does vmap where the stream is the same.
+# torch 2.11.0+cu130 on an NVIDIA H200 (driver 580.159.04). torch.vmap around torch.autograd.grad raises where the forward ran
+# on another stream than the one that asks: autograd's engine records the use of a gradient on a stream, and what vmap gives has
+# no memory. is_grads_batched=True, which hides the batch in another way, gives the Jacobian; so does vmap on the same stream.
 # Seen: "same stream: True", "two streams: NotImplementedError: Cannot access storage of BatchedTensorImpl", "is_grads_batched: True".
 python3 - <<'PY' || exit 77
 import shutil, sys
