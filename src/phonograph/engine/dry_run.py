@@ -431,7 +431,7 @@ class DryRun:
         filled = self._restored(left, listener)
         if left.puts:
             self._own_memory(left)
-            self._found_once(result, left, filled)
+            self._made_by_call(left, filled)
             result, left = (result, [put.new for put in left.puts]), left.after()
         if edited:
             result = (result, [values for _, values in edited])
@@ -491,16 +491,11 @@ class DryRun:
                     raise Refusal(f"keeps a view of {name} in {put.path}, with a history", "keep a clone of it, as in "
                                   "weight.expand_as(x).clone()", final=False)  # fmt: skip
 
-    def _found_once(self, result: object, left: Left, filled: set[int]) -> None:
-        """Refuse a container that is left somewhere, and was found elsewhere as well."""
-        known: dict[int, str] = {}
-        for path, tree in (("the result", result), *((put.path, put.new) for put in left.puts)):
-            for key in map(identity, containers(tree)):
-                if key in known or (key in self._outer and key not in filled):
-                    path = path if tree is not result else left.paths[0]
-                    raise Refusal(f"keeps a container in {path} that is found elsewhere as well",
-                                  f"use a new one: {known[key]} has it" if key in known else "use a new one")  # fmt: skip
-                known[key] = path
+    def _made_by_call(self, left: Left, filled: set[int]) -> None:
+        """Refuse a container that is left somewhere, and was there before, elsewhere."""
+        for put in left.puts:
+            if any(key in self._outer and key not in filled for key in map(identity, containers(put.new))):
+                raise Refusal(f"keeps a container in {put.path} that is found elsewhere as well", "use a new one")
 
     def _returned(self, result: object, effects: _Effects, built: list[object]) -> Returned:
         grads = self._prepared.grads

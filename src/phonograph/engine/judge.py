@@ -24,6 +24,7 @@ __all__ = ["Verdict", "judge"]
 
 _SETTERS = {"setattr", "__setattr__", "__dict__", "vars", "globals", "exec"}
 _THEIRS = "it is code of a package: call that outside of the recorded function, and pass its result"
+_PART = "run backward inside the recorded function, or return .detach(): only then such a number is followed"
 _OUTLIVES = "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
 
 
@@ -73,6 +74,8 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
         following = request.terms.following
         why = following.why.get(changes[0], "") if following is not None else ""
         outlives = f"{_OUTLIVES}; it is not followed, because it {why}" if why else _OUTLIVES
+        if request.tracing is not None and any(one.number for one in prepared.snapshot.settings()):
+            outlives = _PART
         if in_trainer(request.reach.modules):
             changes, outlives = changes[:1], NETWORK
         changes, remedy = (steps, SCHEDULER.remedy) if steps else (changes, outlives)

@@ -78,8 +78,8 @@ def plan(
     returned = [identity(c) for c in (*made, *(leaf for leaf in leaves if type(leaf) is set))]
     if not behaviour.copied_sets.isdisjoint(returned):
         raise Refusal("returns a container that is an argument", "return a new container")
-    if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):
-        raise Refusal("returns a container that outlives the call, or one twice", "return new containers")
+    if not outer.isdisjoint(returned) or len(set(returned)) < len(returned):  # a set is a leaf, of which there would be two
+        raise Refusal("returns a container that outlives the call, or a set twice", "return new containers")
     found = _Plan(captured, behaviour, call, reach, grads, leases, device, leaves, traced).all()
     _apart(found, tensors_apart(behaviour.returned.shape))
     return found

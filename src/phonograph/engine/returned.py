@@ -57,7 +57,7 @@ class Returned(NamedTuple):
         stands for the strings that it was given is `texts`, by their places."""
         numbers = {identity(c): i for i, c in enumerate(built)}
         shut = numbers.keys() | filled
-        flattener, leaves = Flattener(shut, outer), list[object]()
+        flattener, leaves = Flattener(shut, outer, shares=True), list[object]()
         shape = flattener.flatten(tree, leaves)
         for i, leaf in enumerate(leaves):
             if (place := next((place for place, text in texts.items() if text is leaf), None)) is not None:
@@ -67,8 +67,8 @@ class Returned(NamedTuple):
             if number >= 0 or (identity(leaf) in outer and can_be_opened(leaf)):
                 leaves[i] = Given(number, None if number >= 0 else leaf)
         written = tuple([i for i, c in enumerate(built) if isinstance(c, torch.Tensor) and c._version])
-        return cls(tree, shape, leaves, flattener.containers, Flattener(shut, outer), tuple(edits), tuple(gained), turned,
-                   written)  # fmt: skip
+        return cls(tree, shape, leaves, flattener.containers, Flattener(shut, outer, shares=True), tuple(edits), tuple(gained),
+                   turned, written)  # fmt: skip
 
     def all_containers(self) -> Leaves:
         """Those that the call has made, and others."""

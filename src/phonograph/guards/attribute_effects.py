@@ -6,9 +6,10 @@ in each call:
 
 * A number that is *counted*: no code that ran names such an attribute but to add a number to it that stands there. A replay
   adds what the call has added.
-* A tensor, or the number in one, that is *put* somewhere: it is one more result of the call. No code that ran reads such an
-  attribute but where it has set it before; or the tensor that was there is one more argument of the call (`carried`), which it
-  always is of items, and of variables (``nonlocal``, ``global``).
+* A tensor, the number in one, or a new container of such and of plain values (``self.last = {"n": self.n, "loss": loss}``)
+  that is *put* somewhere: it is one more result of the call. No code that ran reads such an attribute but where it has set it
+  before; or what was there is one more argument of the call (`carried`), which it always is of items, and of variables
+  (``nonlocal``, ``global``).
 * Values that are *appended* to a list: no code that ran uses what has the list's name but to fill it.
 * A new list of numbers, of the rates that a scheduler has set, in the place of another that no code reads.
 * What a list holds that was *filled anew*, with as many tensors as before or where nothing was: they are put there, and what
@@ -32,7 +33,7 @@ from ..python.identity import identity
 from ..python.introspection import MISSING, is_table, own_dict, table_of, tells_its_end
 from ..values.counters import are_numbers, are_plain
 from ..values.host_scalars import Numeral
-from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_state, put, tensors_in, variable
+from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_made_anew, is_state, put, tensors_in, variable
 
 if TYPE_CHECKING:
     from ..python.executed_code import Ran
@@ -171,7 +172,8 @@ def left_by(
         plainly = not item and _sets_plainly(type(of))
         counted = {name: b - a for name, a, b in pairs
                    if plainly and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
-        sets = {name: b for name, _, b in pairs if not item and _is_tensor(b) and ran.sets(name, of_module=module)}
+        sets = {name: b for name, _, b in pairs
+                if not item and ran.sets(name, of_module=module) and (_is_tensor(b) or is_made_anew(b))}  # fmt: skip
         sets |= rates
         may_carry = carried.may_learn_of(of) and (item or tells_its_end(type(of)))
         state = [(name, a, b) for name, a, b in pairs

@@ -31,9 +31,11 @@ from .._torch.tensors import has_memory
 from ..call.signature import has_gradient_or_hooks
 from ..python.identity import identity
 from ..python.introspection import MISSING, contents, is_table, table_of, tells_its_end
+from ..values.counters import Followed
+from ..values.host_scalars import Numeral
 from ..values.pytree import Flattener, flatten
 
-__all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_state", "put", "tensors_in", "variable"]
+__all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_made_anew", "is_state", "put", "tensors_in", "variable"]
 
 
 CONTENTS = object()
@@ -208,6 +210,7 @@ def _always(of: object) -> Callable[[], object]:
 _LEARNS = 8  # times that something new may be learned of one object, or dictionary
 _MANY = 256  # tensors that one place may hold
 _ROWS = (list, tuple)
+_FOUND = (Followed, Numeral)  # numbers that each replay finds anew
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
@@ -229,14 +232,25 @@ def _is_plain(value: object) -> bool:
 
 
 def _holds_state(value: object) -> bool:
+    leaves = _leaves_of(value)
+    others = [x for x in leaves or () if not _is_plain(x) and x is not None]
+    return leaves is not None and (not others or (any(map(_is_plain, leaves)) and all(type(x) in _PLAIN for x in others)))
+
+
+def is_made_anew(value: object) -> bool:
+    """Whether this is a container, or an object, that has something in it, and that each replay can make: of plain tensors, and
+    of numbers, those that are followed or read of tensors among them."""
+    leaves = _leaves_of(value)
+    return bool(leaves) and all(_is_plain(x) or x is None or type(x) in _PLAIN or isinstance(x, _FOUND) for x in leaves)
+
+
+def _leaves_of(value: object) -> Leaves | None:
+    """What is in a container or an object; None if this is none, or has too much in it."""
     leaves: Leaves = []
     try:
-        if flatten(value, leaves, Flattener()) is None or len(leaves) > _MANY:
-            return False
+        return leaves if flatten(value, leaves, Flattener()) is not None and len(leaves) <= _MANY else None
     except RecursionError:
-        return False
-    others = [x for x in leaves if not _is_plain(x) and x is not None]
-    return not others or (any(map(_is_plain, leaves)) and all(type(x) in _PLAIN for x in others))
+        return None
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

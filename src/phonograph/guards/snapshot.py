@@ -47,18 +47,20 @@ class Snapshot:
         self.values += values
 
     def changes(self) -> list[str]:
-        """The names of places and tensors that are something else now. Objects that are equal to those that were there, not the
-        same, and nothing that can change, are put back: nobody would hear of them."""
-        found = []
+        """The names of places and tensors that are something else now; of plain values, which a replay might set, at the end.
+        Objects that are equal to those that were there, not the same, and nothing that can change, are put back: nobody would
+        hear of them."""
+        found, plain = list[str](), list[str]()
         for holder, old in zip(self.holders, self.values, strict=True):
             now = holder.read()
             if len(now) != len(old) or not all(map(is_, now, old)):
                 if len(now) == len(old) and all(map(equal, old, now)):
                     holder.restore(old)
                 else:
-                    found.append(name_of(holder, old, now))
+                    (plain if _are_set_plainly(holder, old, now) else found).append(name_of(holder, old, now))
         states = states_of([t for _, t, _ in self.tensors])
-        return found + [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
+        found += [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
+        return found + plain
 
     def unread(self) -> list[tuple[tuple[int, object], str]]:
         """Where there were numbers, and are some now that are known only when a replay has run, with their names."""
@@ -114,6 +116,12 @@ class Snapshot:
                 t.requires_grad_(before[-2])
         if failed:
             raise failed[0]
+
+
+def _are_set_plainly(holder: Holder, old: tuple[object, ...], now: tuple[object, ...]) -> bool:
+    """Whether all that differs in a holder are plain values."""
+    pairs = zip(old, now, strict=False)
+    return holder.spot is not None and len(old) == len(now) and all(a is b or equal(a, b) or are_plain(a, b) for a, b in pairs)
 
 
 def changed(read: Iterable[tuple[Holder, tuple[object, ...]]]) -> list[str]:

@@ -58,7 +58,8 @@ class Ran:
         """`called` by it, and what ran meanwhile `elsewhere`, in the garbage collector, say. What was noted that it `reads`. Of
         the `functions` among that the globals are known."""
         codes = [*called, *elsewhere]
-        others = [code for code in codes if not is_torchs(code.co_filename)]
+        files = {identity(code): str(names.get("__file__", "")) for code, names in functions if is_written(code)}
+        others = [code for code in codes if not is_torchs(files.get(identity(code), code.co_filename))]
         users = [code for code in others if is_users(code.co_filename)]
         by_users = _NONE.union(*map(names_in, users))
         self._likenesses = {*map(likeness, codes)}
@@ -70,7 +71,7 @@ class Ran:
         past = past or not _WRITES.isdisjoint(_NONE.union(*map(names_in, writing)))
         self.reads = reads if reads is not None and reads.certain and not past else None
         """What it has read of objects, if that is known."""
-        torchs = [code for code in codes if is_torchs(code.co_filename) and not is_ours(code.co_filename)]
+        torchs = [code for code in codes if is_torchs(at := files.get(identity(code), code.co_filename)) and not is_ours(at)]
         self._torchs: Set[str] = _NONE.union(*map(names_in, torchs))
         self._torchs_codes, self._functions = torchs, functions
         self._others = others

@@ -34,7 +34,7 @@ from ..python.identity import identity
 from .counters import Followed, Tally, Unread
 from .formulas import Formula, Given, Values, Worked, said, written
 from .numbers import base_of, is_exact
-from .pytree import containers, flatten, unflatten
+from .pytree import Flattener, unflatten
 
 __all__ = ["COMPARISONS", "LEFT_ALIGNED", "NUMBER_READERS", "READS_NUMBER", "Noted", "Numeral", "Reckoned", "Site", "listable",
            "may_meet", "readable", "reading", "site_of", "tensors_of", "without", "worked_out"]  # fmt: skip
@@ -329,13 +329,15 @@ def without(result: object, given: Set[int], apart: Sequence[tuple[Callable[[Any
     call's own, by identity.
 
     Raises:
-        Refusal: one of those is there as well as a numeral, or a container is there twice.
+        Refusal: one of those is there as well as a numeral.
     """
-    leaves: list[object] = []
-    shape = flatten(result, leaves)
+    flattener, leaves = Flattener(opens=False, shares=True), list[object]()
+    shape = flattener.flatten(result, leaves)
     found = {i: x for i, x in enumerate(leaves) if type(x) is Numeral}
-    if found:
-        _own([*map(identity, containers(result))], given)
+    if found and not given.isdisjoint(map(identity, flattener.containers)):
+        refusal = Refusal("returns a container that outlives the call, or a set twice", "return new containers")
+        refusal.cutting = True
+        raise refusal
     tensors = [x.tensor for x in found.values() if x.tensor is not None]
     worked = {i: x for i, x in found.items() if x.tensor is None}
     stands = {i: Later() if i in worked else x.tensor for i, x in found.items()}
@@ -349,14 +351,6 @@ def without(result: object, given: Set[int], apart: Sequence[tuple[Callable[[Any
     reckoned = Reckoned(worked_out(formulas, reads), said(formulas), tuple([put for put, _ in apart]), len(reads))
     later = [x for x in stands.values() if isinstance(x, Later)]
     return Handed((result, [*reads.values()]), [*tensors, *reads.values()], later, reckoned)
-
-
-def _own(found: Sequence[int], given: Set[int]) -> None:
-    """Refuse containers with numbers that are not the call's own, or are there twice."""
-    if len({*found}) < len(found) or not given.isdisjoint(found):
-        refusal = Refusal("returns a container that outlives the call, or one twice", "return new containers")
-        refusal.cutting = True
-        raise refusal
 
 
 def readable(t: torch.Tensor, device: torch.device) -> bool:

@@ -35,19 +35,24 @@ class Opens(Exception):
 
 class Flattener:
     """Lets ordinary objects be opened, and those of the classes `by_attributes`, though pytree knows another way to take them
-    apart. What has an identity that is `shut` is a leaf, and what `lasts`, unless it is a list, a tuple or a dictionary.
+    apart; none if it does not `open` any. What has an identity that is `shut` is a leaf, and what `lasts`, unless it is a list,
+    a tuple or a dictionary. A container that is met again is the one that was met before, if that is asked for (`shares`).
     Afterwards `containers` are all containers met, each before what is in it, and `spans` the objects
     among them that can be leaves instead, with the first of their leaves and the first after them."""
 
     def __init__(
-        self, shut: Container[int] = (), lasts: Container[int] = (), by_attributes: Container[type] = ()
+        self, shut: Container[int] = (), lasts: Container[int] = (), by_attributes: Container[type] = (), *,
+        opens: bool = True, shares: bool = False,
     ) -> None:  # fmt: skip
         self.shut = shut
         self.lasts = lasts
         self.by_attributes = by_attributes
+        self.opens = opens
+        self.shares = shares
         self.containers: Leaves = []
         self.spans: list[tuple[object, int, int]] = []
         self._numbers: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
 
     def is_opened(self, thing: object) -> bool:
         """Whether this is an object that was opened."""
@@ -67,10 +72,12 @@ class Flattener:
         if kind in LEAVES or identity(tree) in self.shut or (identity(tree) in self.lasts and kind not in _PLAIN):
             leaves.append(tree)
             return None
+        if self.shares and (number := self._shared.get(identity(tree))) is not None:
+            return Node(Back, (number, False), ())
         if kind is weakref.ref and (number := self._numbers.get(identity(tree()))) is not None:
             return Node(Back, (number, True), ())
         parts, layout = None if kind in self.by_attributes else taken_apart(tree), None
-        if parts is None and (layout := layout_of(kind)) is not None:
+        if parts is None and self.opens and (layout := layout_of(kind)) is not None:
             if (number := self._numbers.get(identity(tree))) is not None:
                 return Node(Back, (number, False), ())
             self._numbers[identity(tree)] = len(self.containers)
@@ -80,6 +87,8 @@ class Flattener:
             return None
         if len(self.containers) > _MANY:
             raise RecursionError
+        if self.shares:
+            self._shared[identity(tree)] = len(self.containers)
         self.containers.append(tree)
         start = len(leaves)
         children = tuple([self.flatten(value, leaves) for value in parts[1]])
