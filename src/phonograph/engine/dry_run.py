@@ -483,7 +483,7 @@ class DryRun:
 
     def _own_memory(self, left: Left) -> None:
         """Refuse a view with a history of a tensor outside that is left somewhere: a replay could give it none."""
-        outside = {storage_id(t): (name, t) for name, t in self._request.reach.tensors.values()}
+        outside = {storage_id(t): (name, t) for name, t in self._request.reach.tensors.values() if t._base is None}
         for put in left.puts:
             for t in tensors_in(put.new):
                 name, of = outside.get(storage_id(t), ("", t)) if has_memory(t) else ("", t)

@@ -25,6 +25,7 @@ __all__ = ["Verdict", "judge"]
 _SETTERS = {"setattr", "__setattr__", "__dict__", "vars", "globals", "exec"}
 _THEIRS = "it is code of a package: call that outside of the recorded function, and pass its result"
 _PART = "run backward inside the recorded function, or return .detach(): only then such a number is followed"
+_RATES = "return the numbers in it, get_last_lr()[0] or list(get_last_lr()): the scheduler keeps the list"
 _OUTLIVES = "return the new value, write into a tensor that is there (copy_), or mark the part that changes it @pg.live"
 
 
@@ -71,20 +72,27 @@ def judge(request: Request, prepared: Prepared, evidence: Evidence) -> Verdict:
         raise refusal
     if changes:
         steps = [name for name in changes if name.endswith(".last_epoch")]
-        following = request.terms.following
-        why = following.why.get(changes[0], "") if following is not None else ""
-        outlives = f"{_OUTLIVES}; it is not followed, because it {why}" if why else _OUTLIVES
-        if request.tracing is not None and any(one.number for one in prepared.snapshot.settings()):
-            outlives = _PART
-        if in_trainer(request.reach.modules):
-            changes, outlives = changes[:1], NETWORK
-        changes, remedy = (steps, SCHEDULER.remedy) if steps else (changes, outlives)
+        remedy = SCHEDULER.remedy if steps else _remedy(changes[0], request, prepared)
+        changes = steps or (changes[:1] if remedy is NETWORK else changes)
         where = _where_set(changes[0], request.reach, evidence.behaviour.code)
         if remedy is _OUTLIVES and not where and not _is_named(changes[0], evidence.behaviour.code):
             remedy = _THEIRS
         others = f" (and {', '.join(changes[1:3])})" if changes[1:] else ""
         raise Refusal(f"changes {changes[0]}{others}, which outlives the call", remedy, where, final=False)
     return Verdict(relied, tuple(settings))
+
+
+def _remedy(change: str, request: Request, prepared: Prepared) -> str:
+    """What to do about what is changed first."""
+    if in_trainer(request.reach.modules):
+        return NETWORK
+    if change.endswith("._last_lr"):
+        return _RATES
+    if request.tracing is not None and any(one.number for one in prepared.snapshot.settings()):
+        return _PART
+    following = request.terms.following
+    why = following.why.get(change, "") if following is not None else ""
+    return f"{_OUTLIVES}; it is not followed, because it {why}" if why else _OUTLIVES
 
 
 def _in_order(request: Request) -> None:

@@ -172,8 +172,9 @@ def left_by(
         plainly = not item and _sets_plainly(type(of))
         counted = {name: b - a for name, a, b in pairs
                    if plainly and type(a) is type(b) is int and ran.counts(name, of_module=module)}  # fmt: skip
-        sets = {name: b for name, _, b in pairs
-                if not item and ran.sets(name, of_module=module) and (_is_tensor(b) or is_made_anew(b))}  # fmt: skip
+        sets = {name: b for name, a, b in pairs
+                if not (item or are_plain(a, b)) and ran.sets(name, of_module=module)
+                and (_is_tensor(b) or is_made_anew(b))}  # fmt: skip
         sets |= rates
         may_carry = carried.may_learn_of(of) and (item or tells_its_end(type(of)))
         state = [(name, a, b) for name, a, b in pairs

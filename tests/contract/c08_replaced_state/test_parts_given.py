@@ -74,11 +74,19 @@ def test_c07_tensors_that_are_made_otherwise_are_other_signatures(device):
     assert counts(recorded) == (2, 2, 6)
 
 
+def test_c01_one_that_is_returned_twice_is_one(device):
+    recorded = pg.record(lambda x: [x + 1] * 2, warmup=1)
+    for n in range(6):
+        found, again = recorded(x := pair(device, n))
+        assert found is again
+        assert_same(found, x + 1)
+    assert counts(recorded) == (1, 1, 5)
+
+
 @may_run_live
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda x: [x + 1] * 2, "or one twice"),
         (lambda x: ((y := x * 2), y.view(-1)), "consists of parts, and shares memory with another"),
         (
             lambda x: (x * 2).requires_grad_(),

@@ -603,7 +603,7 @@ def a_list_that_is_read_by_a_made_up_name(record, device):
         yield f(given(device, n)), list(kept.values)
 
 
-@live
+@played
 def a_list_that_is_both_kept_and_given(record, device):
     class Kept:
         def __init__(self):
