@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ..call.signature import Call, Key
 from ..memory.spans import Spans
+from ..slots.gradients import GRAD
 from .known_calls import KnownCalls
 from .player import Player
 
@@ -54,7 +55,7 @@ class Shelf:
             player.take(call)
             now = player.broken()
             if now is not None:
-                broken = now
+                broken = now if broken != GRAD else broken  # gradients are asked for last: all else is as that one has it
             elif player.blocked(call):
                 waiting.append(player)
             else:

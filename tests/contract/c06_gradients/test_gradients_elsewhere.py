@@ -182,6 +182,42 @@ def test_c06_gradients_as_arguments_and_by_other_names(device, keeps):
         both_ways(run)
 
 
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+@pytest.mark.parametrize("turns", [2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_c06_c15_updates_in_turns_that_drop_only_their_own_gradients_settle(device, optimizer, turns):
+    """Which is next, the step counts itself. Each backward adds to what the others have left."""
+    calls = 60
+
+    def run(record):
+        torch.manual_seed(0)
+        nets = [nn.Linear(4, 4).to(device) for _ in range(turns)]
+        updates = [optimizer(net.parameters()) for net in nets]
+
+        class Trainer:
+            count = 0
+
+            def step(self, x):
+                self.count += 1
+                mine = updates[self.count % turns]
+                mine.zero_grad()
+                for net in nets:
+                    x = net(x).tanh()
+                loss = x.square().mean()
+                loss.backward()
+                mine.step()
+                return loss.detach()
+
+        step = record(Trainer().step)
+        losses = [step(ramp(device, 3, 4, start=n)) for n in range(calls)]
+        return [*losses, *copies(p for net in nets for p in net.parameters())], None
+
+    (recorded,) = both_ways(run)
+    stats = pg.stats(recorded)
+    assert stats.recorded <= 6 * turns, pg.explain(recorded)
+    assert stats.replayed >= calls - 6 * turns, pg.explain(recorded)
+
+
 def test_c06_c15_functions_that_add_to_each_others_gradients_settle(device):
     """As WGAN-GP's do: the critic's backward goes on into the generator, and the generator's into the critic."""
 
