@@ -182,8 +182,9 @@ class Carried:
         return [Place(k.label, of, k.name, True) for k in self._known.values() if not k.read and (of := k.of()) is not None]
 
     def places(self) -> list[tuple[object, object]]:
-        """The places themselves."""
-        return [(of, known.name) for known in self._known.values() if (of := known.of()) is not None]
+        """Those places of which the signature tells what stands there. Of anything else than state it tells the kind alone: that
+        is relied on, as if it were not carried."""
+        return [(of, known.name) for known in self._known.values() if (of := known.of()) is not None and is_state(_value(known))]
 
     def stand(self, arguments: dict[str, object]) -> Callable[[], None]:
         """Take those of these arguments that are carried, and let them stand where they are found. Returns what puts back what

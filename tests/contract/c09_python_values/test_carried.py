@@ -2,6 +2,7 @@
 played from recordings, with eager's results and state to the bit, whoever reads, keeps, or replaces what stands there."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -603,3 +604,79 @@ def test_c15_a_call_that_carries_state_is_known_at_a_glance(device, monkeypatch)
         step(at)
     assert pg.stats(step).replayed == replayed + 6, reasons(step)
     assert not described
+
+
+class Holds:
+    def __init__(self, v):
+        self.v = v
+
+    def step(self, x, carries):
+        if not carries:
+            return x * told(self.v)
+        self.v = self.v + x.sum()
+        return x * 1
+
+
+OTHER_VALUES = {
+    "a float": [2.0, 3.0, 5.0],
+    "an int": [2, 3, 5],
+    "a flag": [True, False],
+    "a word": ["a", "bb", "ccc"],
+    "a list of numbers": [[1.0], [2.0], [3.0]],
+    "a dictionary of numbers": [{"w": 2.0}, {"w": 3.0}],
+    "an object": [SimpleNamespace(w=2.0), SimpleNamespace(w=3.0)],
+    "a tuple with a tensor": [(torch.ones(()), 2.0), (torch.ones(()), 3.0)],
+    "one after the other": [2.0, torch.ones(()), 3, None, "word"],
+}
+
+
+def told(value):
+    if isinstance(value, (list, tuple)):
+        return value[-1]
+    if isinstance(value, (dict, SimpleNamespace)):
+        return (value if isinstance(value, dict) else vars(value))["w"]
+    return len(value) if isinstance(value, str) else 0.5 if value is None else value
+
+
+def in_an_attribute(made):
+    return made.step
+
+
+def in_a_dictionary(made):
+    items = vars(made)
+
+    def step(x, carries):
+        if not carries:
+            return x * told(items["v"])
+        items["v"] = items["v"] + x.sum()
+        return x * 1
+
+    return step
+
+
+@may_run_live
+@pytest.mark.parametrize("changes", [False, True], ids=["another", "changed in its place"])
+@pytest.mark.parametrize("values", OTHER_VALUES.values(), ids=OTHER_VALUES)
+@pytest.mark.parametrize("place", [in_an_attribute, in_a_dictionary])
+def test_c09_what_else_stands_where_state_is_carried_is_read_anew(device, place, values, changes):
+    def run(record):
+        made = SimpleNamespace(v=torch.zeros((), device=device)) if place is in_a_dictionary else Holds(torch.zeros((), device=device))
+        step, found = record(place(made)), []
+        first = copy.deepcopy(values[0])
+        for n in range(40):
+            if 8 <= n < 32:
+                value = first if changes else values[n % len(values)]
+                if changes and isinstance(value, (list, dict)):
+                    value[0 if isinstance(value, list) else "w"] = float(n % 4)
+                if changes and isinstance(value, SimpleNamespace):
+                    value.w = float(n % 4)
+                made.v = value.to(device) if isinstance(value, torch.Tensor) else value
+            elif n == 32:
+                made.v = torch.zeros((), device=device)
+            found.append(step(ramp(device, 3, start=n % 3), not 8 <= n < 32))
+        return [*found, made.v], step
+
+    found, recorded = run(lambda f: pg.record(f, keep="always"))
+    expected, _ = run(lambda f: f)
+    assert_same(found, expected)
+    assert pg.stats(recorded).replayed, pg.explain(recorded)
