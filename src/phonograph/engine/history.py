@@ -90,6 +90,8 @@ class CaptureTerms:
     """Device of calls without a tensor."""
     gradients_lay_elsewhere: int = 0
     """Recordings made because gradients had other addresses than before."""
+    tensors_replaced: int = 0
+    """Recordings made where small tensors outside had been replaced by others."""
 
     def cut_as(self, other: CaptureTerms) -> None:
         """Begin with the cuts of another signature."""

@@ -30,6 +30,7 @@ from ..devices.base import Device
 from ..devices.cuts import Unmarked
 from ..devices.segments import Diverged
 from ..errors import Attached, Decides, Elsewhere, Overlooked, Refusal, Unseen
+from ..guards.carried_state import Place
 from ..guards.followed_numbers import Fixed
 from ..guards.reachable import Reach
 from ..options import Options
@@ -47,13 +48,14 @@ from .contained import Contained
 from .describer import Describer
 from .history import History
 from .player import Player
+from .policy import Case
 from .recorder import record
 from .shelf import Key, Shelf
 from .verify import repeats
 
 __all__ = ["BackwardKind", "Maker", "Stops", "loses_overlap"]
 
-_MOVES = 3  # recordings because gradients lay elsewhere, after which they are fed; some loops settle with as many
+_MOVES = 3  # recordings because gradients, or tensors, lay elsewhere, after which they are fed; some loops settle with as many
 _LOOKS = 8  # captures of one call, each after the one before heard code run that reads more...
 _NEW = 64  # ...and which was like none before
 _WHOLES = 8  # modules that run live as a whole
@@ -250,6 +252,16 @@ class Maker:
         """Whether gradients that the call finds have lain elsewhere time and again. Parts that run live may see them."""
         apart = self._options.fallback == "split" or self._describer.marked or history.capture.attached
         return not apart and history.capture.gradients_lay_elsewhere > _MOVES
+
+    def replaced(self, case: Case) -> list[Place]:
+        """Where tensors have been replaced time and again, by which recordings did not fit: a sum, say, that begins anew. What
+        stands there can be given to calls, as arguments are."""
+        players = self._shelf.of(case.call.key) if case.broken is not None else []
+        places = [place for player in players for place in player.recording.table.constants.tensors_replaced()]
+        case.history.capture.tensors_replaced += bool(places)
+        carried = self._describer.carried
+        new = [place for place in places if carried.may_learn_of(place.of) and not carried.reads(place.of, place.name)]
+        return new if case.history.capture.tensors_replaced > _MOVES else []
 
     def make_way(self, call: Call, history: History, blocked: int) -> bool:
         """Drop recordings of which a new one takes the place; whether it has to keep apart from what is there."""

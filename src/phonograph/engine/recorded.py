@@ -399,6 +399,8 @@ class Recorded(Parts, Generic[P, R]):
         """Record a call. An exception in `unplayed` takes that back."""
         call, history = case.call, case.history
         with Contained("looked for why a recording is made"):
+            if replaced := self._maker.replaced(case):
+                raise Carries(replaced)
             apart = self._maker.make_way(call, history, case.blocked)
             history.attempts.tried = True
             why = figures.why(case, self._shelf, self._describer.named, self._backoff.place_of)

@@ -31,9 +31,22 @@ from .._torch.tensors import has_memory, storage_id
 from ..python.holders import Holder, kept, key_label
 from ..python.identity import identity
 from ..python.introspection import MISSING, is_table, own_dict, table_of, tells_its_end
-from ..values.counters import are_numbers, are_plain
+from ..values.counters import Followed, are_numbers, are_plain
 from ..values.host_scalars import Numeral
-from .carried_state import CONTENTS, Carried, Carries, Place, holders_in, is_filled, is_made_anew, is_state, put, tensors_in, variable
+from .carried_state import (
+    CONTENTS,
+    NUMBERS,
+    Carried,
+    Carries,
+    Place,
+    holders_in,
+    is_filled,
+    is_made_anew,
+    is_state,
+    put,
+    tensors_in,
+    variable,
+)
 
 if TYPE_CHECKING:
     from ..python.executed_code import Ran
@@ -178,7 +191,8 @@ def left_by(
         sets |= rates
         may_carry = carried.may_learn_of(of) and (item or tells_its_end(type(of)))
         state = [(name, a, b) for name, a, b in pairs
-                 if may_carry and name not in sets and is_state(a) and is_state(b) and not _is_empty(b)]  # fmt: skip
+                 if may_carry and name not in sets and _is_state_or_number(a) and _is_state_or_number(b)
+                 and not (_is_empty(b) or are_plain(a, b))]  # fmt: skip
         # Those are judged by themselves.
         rest = {name for name, a, b in pairs if name not in counted and name not in sets and are_plain(a, b)}
         if len(counted) + len(sets) + len(state) + len(rest) == len(pairs):
@@ -266,6 +280,11 @@ def _is_again(old: Thing, new: Thing) -> bool:
     return (type(new) is list or [*old] == [*new]) and not any(map(is_not, *values))
 
 
+def _is_state_or_number(value: object) -> bool:
+    """Of a sum, say, which begins at 0.0."""
+    return is_state(value) or type(value) in NUMBERS or isinstance(value, Followed)
+
+
 def _is_empty(value: object) -> bool:
     """Whether this is a new container that may be what others fill later: an equal one is not it."""
     return type(value) in (list, dict) and not value
@@ -277,9 +296,10 @@ def _not_known(
 ) -> Iterator[Place]:  # fmt: skip
     """Those places of which it is not known that they are carried, or that what was there is read, perhaps `late`."""
     for name, old, _ in state:
-        reads = read(old) or (name in late and bool(tensors_in(old)))
-        if not carried.has(of, name) or (reads and not carried.reads(of, name)):
-            yield Place(path or _path(holder, name), of, name, reads)
+        reads, told = read(old) or (name in late and bool(tensors_in(old))), type(old) in NUMBERS
+        lacks = (reads and not carried.reads(of, name)) or (told and not carried.tells(of, name))
+        if lacks or not carried.has(of, name):
+            yield Place(path or _path(holder, name), of, name, reads, told)
 
 
 def _sets_plainly(kind: type) -> bool:

@@ -35,7 +35,7 @@ from ..values.counters import Followed
 from ..values.host_scalars import Numeral
 from ..values.pytree import Flattener, flatten
 
-__all__ = ["CONTENTS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_made_anew", "is_state", "put", "tensors_in", "variable"]
+__all__ = ["CONTENTS", "NUMBERS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_made_anew", "is_state", "put", "tensors_in", "variable"]
 
 
 CONTENTS = object()
@@ -70,12 +70,13 @@ def variable(of: Thing, name: str) -> object:
 
 class Place(NamedTuple):
     """An attribute of an object, an item of a dictionary, a variable, or the `CONTENTS` of a list; whether what stands there
-    before a call may be read."""
+    before a call may be read. A number that stood there was replaced by state, if it is to be `told`."""
 
     path: str
     of: Thing
     name: Thing
     read: bool
+    told: bool = False
 
 
 class Carries(Exception):
@@ -92,6 +93,7 @@ class _Known(NamedTuple):
     of: Callable[[], Thing]
     name: Thing
     read: bool
+    told: bool
 
 
 class Carried:
@@ -114,10 +116,11 @@ class Carried:
             del self._known[key]
         for place in places:
             known = self._find(place.of, place.name)
-            if known is None or (place.read and not known.read):
-                label = known.label if known is not None else self._label(place.path)
+            if known is None or (place.read and not known.read) or (place.told and not known.told):
+                label, read, told = (known.label, known.read, known.told) if known else (self._label(place.path), False, False)
                 of = weakref.ref(place.of) if tells_its_end(type(place.of)) else _always(place.of)
-                self._known[identity(place.of), place.name] = _Known(label, of, place.name, place.read)
+                key = identity(place.of), place.name
+                self._known[key] = _Known(label, of, place.name, place.read or read, place.told or told)
                 new = True
         self._learned.update({identity(place.of) for place in places})
         for key in [key for key in self._known if self._varies(key[0])]:
@@ -149,6 +152,8 @@ class Carried:
         value = _value(known)
         if type(value) is torch.Tensor and not known.read and has_memory(value):
             return value if _has_its_own(value) else _look(value)
+        if known.told and type(value) in NUMBERS:
+            return sys.intern(f"{type(value).__name__} {value!r}")
         if value is MISSING or not is_state(value):
             return sys.intern("nothing" if value is MISSING else f"a {type(value).__name__}")
         if value is None or known.read:
@@ -169,6 +174,11 @@ class Carried:
         known = self._find(of, name)
         return known is not None and known.read
 
+    def tells(self, of: object, name: object) -> bool:
+        """Whether the signature tells which number stands there."""
+        known = self._find(of, name)
+        return known is not None and known.told
+
     def standing(self) -> list[object]:
         """What stands there and is an argument: tensors, and what holds them."""
         return [x for known in self._known.values() if known.read and is_state(x := _value(known)) and x is not None]
@@ -182,9 +192,10 @@ class Carried:
         return [Place(k.label, of, k.name, True) for k in self._known.values() if not k.read and (of := k.of()) is not None]
 
     def places(self) -> list[tuple[object, object]]:
-        """Those places of which the signature tells what stands there. Of anything else than state it tells the kind alone: that
-        is relied on, as if it were not carried."""
-        return [(of, known.name) for known in self._known.values() if (of := known.of()) is not None and is_state(_value(known))]
+        """Those places of which the signature tells what stands there. Of anything else than state it tells the kind alone, if it
+        does not tell numbers: that is relied on, as if it were not carried."""
+        there = [(of, known, _value(known)) for known in self._known.values() if (of := known.of()) is not None]
+        return [(of, known.name) for of, known, value in there if is_state(value) or (known.told and type(value) in NUMBERS)]
 
     def stand(self, arguments: dict[str, object]) -> Callable[[], None]:
         """Take those of these arguments that are carried, and let them stand where they are found. Returns what puts back what
@@ -212,6 +223,7 @@ _LEARNS = 8  # times that something new may be learned of one object, or diction
 _MANY = 256  # tensors that one place may hold
 _ROWS = (list, tuple)
 _FOUND = (Followed, Numeral)  # numbers that each replay finds anew
+NUMBERS = (bool, int, float)
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 

@@ -57,7 +57,8 @@ class Snapshot:
                 if len(now) == len(old) and all(map(equal, old, now)):
                     holder.restore(old)
                 else:
-                    (plain if _are_set_plainly(holder, old, now) else found).append(name_of(holder, old, now))
+                    others = _not_set_plainly(holder, old, now)
+                    (found if others else plain).append(others or name_of(holder, old, now))
         states = states_of([t for _, t, _ in self.tensors])
         found += [name for (name, _, state), now in zip(self.tensors, states, strict=True) if now != state]
         return found + plain
@@ -118,10 +119,12 @@ class Snapshot:
             raise failed[0]
 
 
-def _are_set_plainly(holder: Holder, old: tuple[object, ...], now: tuple[object, ...]) -> bool:
-    """Whether all that differs in a holder are plain values."""
-    pairs = zip(old, now, strict=False)
-    return holder.spot is not None and len(old) == len(now) and all(a is b or equal(a, b) or are_plain(a, b) for a, b in pairs)
+def _not_set_plainly(holder: Holder, old: tuple[object, ...], now: tuple[object, ...]) -> str:
+    """The name of the first value of a holder that differs, and is no plain one; "" if there is none."""
+    if holder.spot is None or len(old) != len(now):
+        return name_of(holder, old, now)
+    pairs = enumerate(zip(old, now, strict=True))
+    return next((holder.label(i, now) for i, (a, b) in pairs if not (a is b or equal(a, b) or are_plain(a, b))), "")
 
 
 def changed(read: Iterable[tuple[Holder, tuple[object, ...]]]) -> list[str]:

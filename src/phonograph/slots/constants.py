@@ -33,6 +33,7 @@ from .._torch.tensors import has_memory
 from ..call.signature import modes
 from ..guards import module_epochs as witness
 from ..guards.attribute_epochs import states
+from ..guards.carried_state import Place, variable
 from ..guards.entries import (
     Entries,
     by_dictionary,
@@ -52,6 +53,7 @@ from ..guards.snapshot import Snapshot
 from ..guards.tensor_states import hook_values, like, states_of
 from ..python.holders import Holder
 from ..python.identity import identity
+from ..python.introspection import is_table, own_dict, tells_its_end
 from ..python.rows import elements
 from ..values.counters import are_rows
 from ..values.numbers import base_of
@@ -64,6 +66,7 @@ __all__ = ["Constants", "is_heard_of", "not_heard"]
 _HOLDERS, _TENSORS, _REMEMBERED = 2, 64, 8  # watched places and tensors, and tensors of optimizers, in one look of the rotation
 _PLACES, _OTHERS, _KEPT, _STATE = "places", "tensors", "tensors of optimizers", "optimizers' state"
 _LAP = 4  # replays from one look at a kind to the next
+_SMALL = 1 << 20  # bytes of a tensor that may be copied in each replay
 _OFTEN = 8  # times that a dictionary was changed, and not what is relied on
 
 
@@ -237,6 +240,18 @@ class Constants(Entries, Column):
                     found += [(place.at, place.name) for place in elements(holder.spot(i, now), b, holder.label(i, now))]
         return found
 
+    def tensors_replaced(self) -> list[Place]:
+        """Where small tensors of the user's now are others like them: attributes, items of dictionaries, variables."""
+        found = []
+        for holder, read, saved in self._held:
+            now = read()
+            if holder.watched or holder.behind is not None or len(now) != len(saved):
+                continue
+            pairs = [(i, b) for i, (a, b) in enumerate(zip(saved, now, strict=True)) if a is not b and _are_alike(a, b)]
+            places = list(_places_in(holder)) if pairs else []
+            found += [Place(holder.label(i, now), of, name, True) for i, b in pairs for of, name, value in places if value is b]
+        return found
+
     def explain(self) -> Iterator[str]:
         yield f"relies on {len(self)} places outside"
 
@@ -319,6 +334,23 @@ def is_heard_of(holder: Holder) -> bool:
     if not holder.watched or identity(holder.owner) in _unheard:
         return False
     return not _unheard or _unheard.isdisjoint(map(identity, holder.tables()))
+
+
+def _are_alike(old: object, new: object) -> bool:
+    """Whether one tensor may have taken the place of another whose values mattered, and which nobody trains."""
+    if type(old) is not torch.Tensor or type(new) is not torch.Tensor or old.requires_grad or new.requires_grad:
+        return False
+    return has_memory(old) and has_memory(new) and new.nbytes <= _SMALL and old.shape == new.shape and old.dtype is new.dtype
+
+
+def _places_in(holder: Holder) -> Iterator[tuple[Thing, Thing, object]]:
+    """The places that a holder reads, by name, and what stands there now."""
+    of = holder.owner
+    if of is not None and not is_table(of) and tells_its_end(type(of)):
+        yield from ((of, name, value) for name, value in (own_dict(of) or {}).items())
+    for table in filter(is_table, holder.tables()):
+        yield from ((table, name, value) for name, value in table.items())
+    yield from ((of, name, variable(of, name)) for of, name in holder.variables)
 
 
 def _taking_turns(
