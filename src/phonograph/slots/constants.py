@@ -245,7 +245,7 @@ class Constants(Entries, Column):
         found = []
         for holder, read, saved in self._held:
             now = read()
-            if holder.watched or holder.behind is not None or len(now) != len(saved):
+            if holder.behind is not None or len(now) != len(saved):
                 continue
             pairs = [(i, b) for i, (a, b) in enumerate(zip(saved, now, strict=True)) if a is not b and _are_alike(a, b)]
             places = list(_places_in(holder)) if pairs else []
@@ -344,11 +344,11 @@ def _are_alike(old: object, new: object) -> bool:
 
 
 def _places_in(holder: Holder) -> Iterator[tuple[Thing, Thing, object]]:
-    """The places that a holder reads, by name, and what stands there now."""
+    """The places that a holder reads, by name, and what stands there now. (Not those of a module's buffers.)"""
     of = holder.owner
     if of is not None and not is_table(of) and tells_its_end(type(of)):
         yield from ((of, name, value) for name, value in (own_dict(of) or {}).items())
-    for table in filter(is_table, holder.tables()):
+    for table in filter(is_table, () if holder.watched else holder.tables()):
         yield from ((table, name, value) for name, value in table.items())
     yield from ((of, name, variable(of, name)) for of, name in holder.variables)
 
