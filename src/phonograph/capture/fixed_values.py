@@ -51,6 +51,8 @@ class FixedValues(FollowedCounts):
         self._drawn: set[int] = set()  # those of what was drawn evenly
         self.moving: frozenset[int] = frozenset()
         """Storages outside, of which the call follows the numbers in them (`numbers_in_tensors.py`)."""
+        self.varying: Set[str] = frozenset()
+        """What is outside, by name, and changes from call to call."""
         self.alike = Alike(self.known)
         """Which of them hold the same, whatever that is."""
         self._readers: dict[int, Refusal] = {}  # by what is relied on: what the first to read it would be told
@@ -66,7 +68,7 @@ class FixedValues(FollowedCounts):
 
     def _stays(self, key: int) -> bool:
         """Whether it is outside, and nobody has written it so far whom anybody knows of."""
-        named = bool(self.known.get(key)) and key not in self.slot_ids
+        named = bool(self.known.get(key)) and self.known[key] not in self.varying and key not in self.slot_ids
         return named and key not in self.written and key not in self._counts and bool(self._there(key))
 
     def _there(self, key: int) -> list[torch.Tensor]:

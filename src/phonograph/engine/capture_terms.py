@@ -85,6 +85,8 @@ class Terms:
     """State that the function carries from call to call, which is among the arguments."""
     following: Following | None = None
     """Numbers that change from call to call. It is told which of them cannot be followed."""
+    varying: frozenset[str] = frozenset()
+    """Names of tensors outside whose numbers are not the same in each call."""
     true_edges: bool = False
     """What shares no memory may run at the same time."""
     concessions: Concessions = Concessions()

@@ -272,6 +272,7 @@ class DryRun:
         watch.relies = self._prepared.snapshot.also
         watch.has_backward = not self._request.whole
         watch.may_begin_again = self._request.backward is None
+        watch.varying = terms.varying
         if terms.following is not None and self._request.whole:
             watch.may_follow = partial(terms.following.may_want, baked=terms.concessions.baked)
         watch.numerals, watch.steps_whole = [] if terms.numbers is not None else None, terms.steps_whole

@@ -244,7 +244,8 @@ class Maker:
         return Terms(placement, tracing, history.live.notes, ran=history.live.ended,
                      insists=history.attempts.refused,
                      numbers=read if self._cuts else None, steps_whole=self._on_its_own, carried=self._describer.carried,
-                     following=self._describer.following, true_edges=self._options.edges == "true",
+                     following=self._describer.following, varying=frozenset(self._describer.following.varying),
+                     true_edges=self._options.edges == "true",
                      concessions=Concessions(averages=history.live.averages, feeds=self._feeds(history)),
                      digest=Digest if self._options.audit and not audit.never(self._function) else None)  # fmt: skip
 

@@ -39,6 +39,7 @@ __all__ = ["RULES", "Case", "Policy", "Step"]
 ROOM = 8  # live calls of a signature before it may evict a recording that was not played meanwhile
 BLOCKED = 6  # recordings of a signature whose outputs may all be held before its calls run live
 VAIN = 4  # recordings in turn that nothing but the call which made them has played, before each counts as a change
+VARIES = 2  # changes in quick succession, after which numbers in a tensor are read anew in each replay
 TURNED = 64  # decisions that are remembered, of one signature
 
 
@@ -202,6 +203,8 @@ class Policy:
         marked `live` run while gradients are there. So the two kinds of changes are counted apart."""
         for player in self._shelf.of(case.call.key):
             self._described.following.want(player.recording.table.constants.numbers_changed())
+        if case.history.changes.count > VARIES and case.broken is not None:
+            self._described.following.varying.add(case.broken)
         arrivals = case.history.arrivals
         arrivals.live_since.add(case.broken == GRAD)
         arrivals.turned = {*(arrivals.turned if len(arrivals.turned) < TURNED else ()), *self._other_decisions(case)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ class Prepared:
     """The memory in which gradients are averaged over ranks."""
     begins: Starts
     """Functions of torch's with which averaging would begin, where it was not expected."""
+    draws: Callable[[], None]
+    """Refuses random numbers that the call has drawn on the host: to be called at its end."""
 
     @classmethod
     def of(cls, request: Request, undo: ExitStack) -> Prepared:
@@ -70,9 +73,9 @@ class Prepared:
             fed = FedGradients([t for t in leaves if t.is_leaf], None if within is None else within.table.gradients.fed)
         grads = Grads(leaves, device.outlives, [t for _, t in reach.gathered if t.is_leaf], fed)
         others = Beyond(reach)
-        snapshot = undo.enter_context(transaction(reach, others, grads, device.torch_device))
+        snapshot, draws = undo.enter_context(transaction(reach, others, grads, device.torch_device))
         if fed is not None:
             fed.stand()
         slots = Slots.of(request)
         protected |= Spans(memory_of(s) for s in slots.shared if s is not None)
-        return cls(grads, snapshot, others, slots, clearance, protected, spots, numbers, buckets, reducers.begins())
+        return cls(grads, snapshot, others, slots, clearance, protected, spots, numbers, buckets, reducers.begins(), draws)

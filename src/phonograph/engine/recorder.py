@@ -126,6 +126,7 @@ class Capture:
                 self.run()
                 self.judge()
                 self.settle()
+                self.prepared.draws()
                 unplayed.push(self.prepared.grads.unless_played)
         except Refusal as refusal:
             refusal.decided = self.dials.decided() if self.dials is not None else None

@@ -34,19 +34,25 @@ __all__ = ["host_draws_noted", "transaction"]
 
 
 @contextmanager
-def transaction(reach: Reach, beyond: Beyond, grads: Grads, device: torch.device) -> Iterator[Snapshot]:
-    """Restore the state that the block changed, if the block fails. Yields the snapshot. The block captures a call on
-    `device`."""
+def transaction(
+    reach: Reach, beyond: Beyond, grads: Grads, device: torch.device
+) -> Iterator[tuple[Snapshot, Callable[[], None]]]:  # fmt: skip
+    """Restore the state that the block changed, if the block fails. Yields the snapshot, and what the block calls at its end: it
+    refuses random numbers that were drawn on the host. (Raised where an `ExitStack` ends, an exception would be kept by that
+    one's frame, with the whole capture.) The block captures a call on `device`."""
     host, drawn, snapshot, settings = _HostRandom(reach), _Generators(reach, device), Snapshot(reach), modes()
     torch.clear_autocast_cache()
-    try:
-        yield snapshot
+
+    def end() -> None:
         drawn_on_host = host.used()
         host.restore()
         if drawn_on_host:
             raise _drawn_on_host(reach)
         if device.type != "cpu":
             drawn.refuse("cpu")
+
+    try:
+        yield snapshot, end
     except BaseException:
         modes_back = partial(put_back_modes, settings)
         put_back(snapshot.restore, beyond.restore, grads.restore, host.restore, drawn.restore, modes_back)

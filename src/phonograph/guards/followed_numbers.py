@@ -131,6 +131,8 @@ class Following:
         """By the names of those that cannot be followed: why."""
         self.arguments: set[tuple[Node | None, int]] = set()
         """Those that are arguments: (the structure of all arguments, the place)."""
+        self.varying = set[str]()
+        """Names of tensors outside that have changed time and again: what is read of one is not what it was."""
         self._advanced: set[At] = set()
         self._fixed: set[tuple[Node | None, int]] = set()
         self._differed: Counter[tuple[Node | None, int]] = Counter()

@@ -617,3 +617,35 @@ def test_c05_who_has_a_view_among_gradients_keeps_its_value(device, of, zeroes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pg.RunsLive)
         both_ways(partial(puts_a_view_of_a_new_one, device, keeps, zeroes=zeroes))
+
+
+@pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
+def test_c06_c17_a_refused_capture_holds_no_gradient_of_others(device):
+    """Two functions train one model. One draws on the host, and runs live: what its capture has begun with goes at once, and not
+    when the garbage is collected."""
+    np = pytest.importorskip("numpy")
+    net = nn.Linear(3, 2).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+
+    def update(x):
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def draws(x):
+        np.random.rand()
+        return update(x)
+
+    live, step = pg.record(draws, keep="always"), pg.record(update, keep="always")
+    gc.collect()
+    gc.disable()
+    try:
+        for n in range(12):
+            live(ramp(device, 4, 3, start=n))
+            step(ramp(device, 4, 3, start=n))
+    finally:
+        gc.enable()
+    assert pg.stats(live).replayed == 0
+    assert pg.stats(step).replayed >= 10, pg.explain(step)
