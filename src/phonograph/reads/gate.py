@@ -356,7 +356,9 @@ class Gate:
                 self.closed = True
 
     def forget(self) -> None:
-        """Who has listened. (The class that modules had leads here, and goes late.)"""
+        """Who has listened. (The class that modules had leads here, and goes late. Where an exception came before the first
+        instruction of what takes the doors out, they are still in, and nobody is there to be told.)"""
+        self.closed, self._stands = True, False
         self._hearing = self._profile = None
         self._aside = bool
         self.deaf.clear()

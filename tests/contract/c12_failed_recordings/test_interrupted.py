@@ -20,7 +20,7 @@ from phonograph.engine import current_capture, transaction
 from phonograph.errors import NotPutBack
 from phonograph.guards.snapshot import Snapshot
 from phonograph.python import read_gate, standing
-from phonograph.reads import gate
+from phonograph.reads import gate, readset
 from phonograph.slots.table import Table
 from phonograph.state.reentrancy import Nested
 from phonograph.testing import assert_same
@@ -120,6 +120,43 @@ def test_c12_what_raises_in_any_function_of_ours(device, caplog, calls, stride, 
     for n in range(1, count, stride):
         left, raised, _ = interrupted(device, calls, n, error)
         assert any(is_same(left, state) for state in ([after] if raised is None else [before, after, unlisted])), (n, raised)
+
+
+@may_run_live
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_c12_what_raises_as_those_who_note_reads_are_left(device, caplog, monkeypatch, error):
+    """A read of what leaves a `with` block is noted like any other: what leaves it may not even begin."""
+    caplog.set_level(logging.CRITICAL, "phonograph")
+    has_read, reads, at = readset.ReadSet.has_read, [0], [0]
+
+    def raises(self, thing, name, frame):
+        if isinstance(thing, contextlib.AbstractContextManager):
+            reads[0] += 1
+            if reads[0] == at[0]:
+                raise error("injected")
+        return has_read(self, thing, name, frame)
+
+    monkeypatch.setattr(readset.ReadSet, "has_read", raises)
+    eager, states = Trainer(device), []
+    for i in range(2):
+        eager.optimizer.zero_grad()
+        eager.step(ramp(device, 4, 3).cos() + i)
+        eager.optimizer.zero_grad()
+        states.append(eager.state())
+    while reads[0] >= at[0] and at[0] < 60:
+        at[0], reads[0], trainer, raised = at[0] + 1, 0, Trainer(device), None
+        recorded = pg.record(trainer.step, keep="always")
+        for i in range(2):
+            trainer.optimizer.zero_grad()
+            before, reads[0] = house(), 0
+            try:
+                recorded(ramp(device, 4, 3).cos() + i)
+            except error as e:
+                raised = e
+            assert house() == before, at
+        trainer.optimizer.zero_grad()
+        assert is_same(trainer.state(), states[0 if raised is not None else 1]), (at, raised)
+
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
