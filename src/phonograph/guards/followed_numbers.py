@@ -98,6 +98,8 @@ _ARITHMETIC = frozenset(f"{name}{way}" for name in ("add", "sub", "mul", "div") 
     "__itruediv__", "fill_", *(f"clamp{end}{way}" for end in ("", "_min", "_max") for way in ("", "_")),
     *(f"{name}{way}" for name in _FOREACH for way in ("", "_"))}  # fmt: skip
 """Functions that do with a whole number what they do with the same as a float, if tensors are of floating-point numbers."""
+_DIVISIONS = frozenset({"div", "__truediv__"})
+"""Those of them that do so with tensors of integers as well. (In place, they cannot.)"""
 _WITHOUT_GRADIENT = frozenset({"lerp", "lerp_", "pow", "pow_", "__pow__", "__rpow__"})
 """Those with which autograd works out other numbers."""
 
@@ -288,6 +290,10 @@ def _with(value: Thing, numbers: dict[float, float]) -> object:
     return value
 
 
+def _are_worked_with_as_floats(t: torch.Tensor, divides: bool) -> bool:
+    return t.is_floating_point() or (divides and not t.is_complex())
+
+
 class _Guard(TorchFunctionMode):
     """Looks at what torch's functions are given."""
 
@@ -308,7 +314,8 @@ class _Guard(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         graded = name in _WITHOUT_GRADIENT and torch.is_grad_enabled()
-        if name in _ARITHMETIC and all(t.is_floating_point() for t in tensors_in(args, [])):
+        divides = name in _DIVISIONS and not kwargs
+        if name in _ARITHMETIC and all(_are_worked_with_as_floats(t, divides) for t in tensors_in(args, [])):
             args, kwargs = _as_floats(args), _as_floats(kwargs)
         elif name in _PLAIN or (func in WRITTEN_OUT and func not in CONSTANTS):
             which = Tally.is_real if name in _PLAIN or func is F.cross_entropy else _is_double

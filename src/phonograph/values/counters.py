@@ -235,7 +235,7 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
                 mine, theirs = self.as_plain(BY_C), other.as_plain(BY_C) if isinstance(other, Followed) else other
                 return function(theirs, mine) if swapped else function(mine, theirs)
             return _worked(self, name, function, other, swapped=swapped)
-        if isinstance(other, torch.Tensor) and (self.is_real() or (function in _WITH_TENSORS and other.is_floating_point())):
+        if isinstance(other, torch.Tensor) and (self.is_real() or _is_the_same_as_a_float(function, other)):
             mine = self.as_float()
         else:
             mine = self.as_decided(f"is worked with ({name.strip('_')}), together with a {type(other).__name__}")
@@ -246,6 +246,12 @@ def _arithmetic(name: str, function: Callable[[object, object], object], swapped
 
 _WITH_TENSORS = (operator.add, operator.sub, operator.mul, operator.truediv)
 """Operations of which a tensor of floating-point numbers makes no other thing where a whole number is one of these."""
+
+
+def _is_the_same_as_a_float(function: object, t: torch.Tensor) -> bool:
+    """Whether this operation makes of a tensor and a whole number what it makes of it and the same as a float. A true division
+    makes floating-point numbers first, of integers as well."""
+    return function in _WITH_TENSORS and (t.is_floating_point() or (function is operator.truediv and not t.is_complex()))
 
 
 def _comparison(name: str, function: Callable[[object, object], object]) -> Callable[[Tally, object], object]:

@@ -828,3 +828,62 @@ def test_c09_a_count_that_is_looked_for_in_a_set(device):
 def test_c09_a_set_that_changes_in_which_a_count_is_looked_for(device):
     recorded = alongside(device, Looks, calls=30, change=lambda thing, n: n == 20 and thing.at.add(24), keep="always")
     assert pg.stats(recorded).replayed >= 20, reasons(recorded)
+
+
+def _of_integers(way, kind):
+    def divided(x, s):
+        whole = (x * 7).to(kind)
+        return way(whole, s.n), way(whole.sum(dtype=kind), s.n), way(whole > 0, s.n)
+
+    return divided
+
+
+DIVISIONS = {
+    "divided": lambda t, n: t / n,
+    "by name": lambda t, n: t.div(n) + torch.div(t, n),
+    "by ours": lambda t, n: n / (t + 3),
+}
+
+
+@pytest.mark.parametrize("start", [1, 2**24 + 1, -(2**31) - 3], ids=["small", "more than a float has", "negative"])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize("way", DIVISIONS.values(), ids=DIVISIONS)
+def test_c01_c07_integers_divided_by_a_number_that_is_counted(device, way, kind, start):
+    """A count of what was right, by how many were seen: there are floating-point numbers before anything is divided."""
+
+    class Seen:
+        n = start
+
+    def run(record):
+        s = Seen()
+        s.n = start
+
+        def step(x):
+            s.n += 5
+            return _of_integers(way, kind)(x, s)
+
+        step = record(step)
+        return [step(torch.arange(4.0, device=device) + i) for i in range(20)], step
+
+    found, step = run(lambda f: pg.record(f, keep="always"))
+    expected, _ = run(lambda f: f)
+    assert_same(found, expected)
+    assert pg.stats(step).recorded == 1, pg.explain(step)
+
+
+@may_run_live
+def test_c01_c07_integers_multiplied_by_a_number_that_is_counted(device):
+    class Seen:
+        n = 0
+
+    def run(record):
+        s = Seen()
+
+        def step(x):
+            s.n += 5
+            return x.long() * s.n, torch.div(x.long(), s.n, rounding_mode="floor")
+
+        step = record(step)
+        return [step(torch.arange(4.0, device=device) + i) for i in range(20)]
+
+    assert_same(run(lambda f: pg.record(f, keep="always")), run(lambda f: f))
