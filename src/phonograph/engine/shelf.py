@@ -93,7 +93,7 @@ class Shelf:
         gone: list[Player] = []
         while len(self) > self.limit or (self.most is not None and len(self) > 1 and self._nbytes() > self.most):
             oldest = min(self._by_key, key=self._last_use)
-            gone.append(next(p for p in reversed(self._by_key[oldest]) if p is not player))
+            gone.append(min((p for p in self._by_key[oldest] if p is not player), key=lambda p: p.used))
             self._by_key[oldest].remove(gone[-1])
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
