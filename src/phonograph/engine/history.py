@@ -44,6 +44,8 @@ class LiveCalls:
     """What live calls have shown."""
 
     notes: Notes
+    raised: bool = False
+    """The last one has, so that its notes say nothing of the next."""
     """Results of live operators and marked functions in the last one."""
     ended: bool = False
     """One has come to its end: what begins with the first one has begun."""

@@ -132,6 +132,10 @@ class Policy:
     def _is_cold(self, case: Case) -> bool:
         return case.history.arrivals.warm_ups < self._options.warmup
 
+    def _has_raised(self, case: Case) -> bool:
+        """Whether the last live call has. What it has read may lead a capture to raise as well, where a call would not."""
+        return case.history.live.raised
+
     def _has_changed(self, case: Case) -> bool:
         """Whether no call has run live since the change. (A failed capture was followed by a live call.)"""
         return self._is_new(case) and not self._went_so(case)
@@ -272,6 +276,7 @@ RULES = (
     Rule(_P._always,         (_P._arrival,),                               None),
     Rule(_P._gradients_move, (),                                           Step.WARM_UP),  # in a trial: for a few calls
     Rule(_P._is_cold,        (_P._warm_up, _P._attention),                 Step.WARM_UP),
+    Rule(_P._has_raised,     (),                                           Step.WARM_UP),
     Rule(_P._has_changed,    (_P._attention, _P._change, _P._live_again),  Step.WARM_UP),
     Rule(_P._always,         (_P._attention, _P._payment, _P._recording),  Step.RECORD),
 )  # fmt: skip

@@ -445,7 +445,9 @@ class Recorded(Parts, Generic[P, R]):
         history = self._backoff.history(call.key)
         run = LiveRun(self._function, call, history, self._describer, self._counters.live)
         begun = budget.now()
+        history.live.raised = True
         result = run.run(args, kwargs)
+        history.live.raised = False
         self._backoff.budget.ran(budget.now() - begun)
         if run.device is None:
             return result
@@ -481,13 +483,18 @@ class Recorded(Parts, Generic[P, R]):
             if (timed := self._trials.under_way) is not None:
                 timed.begin()
             begun = budget.now()
-            result = self._alongside.run(self._function, args, kwargs)
+            try:
+                result = self._alongside.run(self._function, args, kwargs)
+            except BaseException:
+                if history is not None:
+                    history.live.raised = True
+                raise
         took = budget.now() - begun
         if history is not None and notes is not None:
             history.divergence.lost += self._backoff.budget.beyond_usual(took)
         self._backoff.budget.ran(took)
         if history is not None:
-            history.live.ended = True
+            history.live.ended, history.live.raised = True, False
         return result
 
     def _of_another(self, call: Callable[..., object], args: Args, kwargs: Kwargs) -> Any:

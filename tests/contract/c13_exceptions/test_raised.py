@@ -450,3 +450,41 @@ def test_c13_a_backward_that_needs_one_of_several_weights_in_one_vector(device, 
         assert moved == ([1, 1] if n != 1 else [2, 2])  # a capture has written them as well
     assert pg.stats(step).replayed == 5
     assert pg.stats(step).recorded == 1
+
+
+@may_run_live
+def test_c13_c19_a_guard_against_nan_raises_as_it_does_live(device):
+    """And the next call is neither captured by what that one has read, nor said to fail where it does not."""
+    bad = {20, 33, 34, 35, 45}
+
+    def run(record):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 1).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        seen = []
+
+        @record
+        def step(x):
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            if not torch.isfinite(loss):
+                seen.append("bad")
+                raise ValueError("not finite")
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        found = []
+        for n in range(60):
+            x = ramp(device, 5, 4, start=n).sin()
+            try:
+                found.append(step(x if n not in bad else x / 0))
+            except ValueError as e:
+                found.append(str(e))
+        return [found, seen, net.weight.detach()], step
+
+    found, step = run(lambda f: pg.record(f, keep="always"))
+    expected, _ = run(lambda f: f)
+    assert_same(found, expected)
+    assert not any("fails while it is captured" in reason for reason in pg.stats(step).refusals), pg.explain(step)
+    assert pg.stats(step).replayed >= 40, pg.explain(step)
