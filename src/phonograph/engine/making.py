@@ -258,7 +258,8 @@ class Maker:
         """Where tensors have been replaced time and again, by which recordings did not fit: a sum, say, that begins anew. What
         stands there can be given to calls, as arguments are."""
         players = self._shelf.of(case.call.key) if case.broken is not None else []
-        places = [place for player in players for place in player.recording.table.constants.tensors_replaced()]
+        tables = [(player.recording.table, player.device.torch_device) for player in players]
+        places = [place for table, device in tables for place in table.constants.tensors_replaced(device)]
         case.history.capture.tensors_replaced += bool(places)
         carried = self._describer.carried
         new = [place for place in places if carried.may_learn_of(place.of) and not carried.reads(place.of, place.name)]

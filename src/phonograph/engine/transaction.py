@@ -37,9 +37,9 @@ __all__ = ["host_draws_noted", "transaction"]
 def transaction(
     reach: Reach, beyond: Beyond, grads: Grads, device: torch.device
 ) -> Iterator[tuple[Snapshot, Callable[[], None]]]:  # fmt: skip
-    """Restore the state that the block changed, if the block fails. Yields the snapshot, and what the block calls at its end: it
-    refuses random numbers that were drawn on the host. (Raised where an `ExitStack` ends, an exception would be kept by that
-    one's frame, with the whole capture.) The block captures a call on `device`."""
+    """Restore the state that the block changed, if the block fails. Yields the snapshot, and what the block calls at its end,
+    which refuses random numbers that were drawn on the host. (Raised where an `ExitStack` ends, an exception would be kept by
+    that one's frame, with the whole capture.) The block captures a call on `device`."""
     host, drawn, snapshot, settings = _HostRandom(reach), _Generators(reach, device), Snapshot(reach), modes()
     torch.clear_autocast_cache()
 

@@ -35,7 +35,20 @@ from ..values.counters import Followed
 from ..values.host_scalars import Numeral
 from ..values.pytree import Flattener, flatten
 
-__all__ = ["CONTENTS", "NUMBERS", "Carried", "Carries", "Place", "holders_in", "is_filled", "is_made_anew", "is_state", "put", "tensors_in", "variable"]
+__all__ = [
+    "CONTENTS",
+    "NUMBERS",
+    "Carried",
+    "Carries",
+    "Place",
+    "holders_in",
+    "is_filled",
+    "is_made_anew",
+    "is_state",
+    "put",
+    "tensors_in",
+    "variable",
+]
 
 
 CONTENTS = object()
@@ -192,8 +205,8 @@ class Carried:
         return [Place(k.label, of, k.name, True) for k in self._known.values() if not k.read and (of := k.of()) is not None]
 
     def places(self) -> list[tuple[object, object]]:
-        """Those places of which the signature tells what stands there. Of anything else than state it tells the kind alone, if it
-        does not tell numbers: that is relied on, as if it were not carried."""
+        """Those places of which the signature tells what stands there: state, and numbers where they are told. Of anything else
+        it tells the kind alone: that is relied on, as if it were not carried."""
         there = [(of, known, _value(known)) for known in self._known.values() if (of := known.of()) is not None]
         return [(of, known.name) for of, known, value in there if is_state(value) or (known.told and type(value) in NUMBERS)]
 
@@ -253,7 +266,7 @@ def _holds_state(value: object) -> bool:
 def is_made_anew(value: object) -> bool:
     """Whether this is a container, or an object, that has something in it, and that each replay can make: of plain tensors, and
     of numbers, those that are followed or read of tensors among them."""
-    leaves = _leaves_of(value)
+    leaves = _leaves_of(value) or []
     return bool(leaves) and all(_is_plain(x) or x is None or type(x) in _PLAIN or isinstance(x, _FOUND) for x in leaves)
 
 

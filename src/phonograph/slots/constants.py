@@ -240,14 +240,15 @@ class Constants(Entries, Column):
                     found += [(place.at, place.name) for place in elements(holder.spot(i, now), b, holder.label(i, now))]
         return found
 
-    def tensors_replaced(self) -> list[Place]:
-        """Where small tensors of the user's now are others like them: attributes, items of dictionaries, variables."""
+    def tensors_replaced(self, device: torch.device) -> list[Place]:
+        """Where small tensors of the user's on this device now are others like them: attributes, items of dictionaries,
+        variables."""
         found = []
         for holder, read, saved in self._held:
             now = read()
             if holder.behind is not None or len(now) != len(saved):
                 continue
-            pairs = [(i, b) for i, (a, b) in enumerate(zip(saved, now, strict=True)) if a is not b and _are_alike(a, b)]
+            pairs = [(i, b) for i, (a, b) in enumerate(zip(saved, now, strict=True)) if a is not b and _are_alike(a, b, device)]
             places = list(_places_in(holder)) if pairs else []
             found += [Place(holder.label(i, now), of, name, True) for i, b in pairs for of, name, value in places if value is b]
         return found
@@ -336,11 +337,12 @@ def is_heard_of(holder: Holder) -> bool:
     return not _unheard or _unheard.isdisjoint(map(identity, holder.tables()))
 
 
-def _are_alike(old: object, new: object) -> bool:
-    """Whether one tensor may have taken the place of another whose values mattered, and which nobody trains."""
+def _are_alike(old: object, new: object, device: torch.device) -> bool:
+    """Whether one tensor on this device may have taken the place of another, and nobody trains them."""
     if type(old) is not torch.Tensor or type(new) is not torch.Tensor or old.requires_grad or new.requires_grad:
         return False
-    return has_memory(old) and has_memory(new) and new.nbytes <= _SMALL and old.shape == new.shape and old.dtype is new.dtype
+    there = has_memory(old) and has_memory(new) and old.device == new.device == device and new.nbytes <= _SMALL
+    return there and old.shape == new.shape and old.dtype is new.dtype
 
 
 def _places_in(holder: Holder) -> Iterator[tuple[Thing, Thing, object]]:

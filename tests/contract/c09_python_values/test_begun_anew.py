@@ -1,5 +1,5 @@
-"""C1, C3, C9: tensors outside that somebody replaces time and again: a sum of losses that begins anew, a mask, a hidden state. They
-are given to calls as arguments are, written in their place as eager writes them, whoever else has them."""
+"""C1, C3, C9: tensors outside that somebody replaces time and again: a sum of losses that begins anew, a mask, a hidden state.
+They are given to calls as arguments are, and written in their place as eager writes them, whoever else has them."""
 
 import pytest
 import torch

@@ -660,7 +660,11 @@ def in_a_dictionary(made):
 @pytest.mark.parametrize("place", [in_an_attribute, in_a_dictionary])
 def test_c09_what_else_stands_where_state_is_carried_is_read_anew(device, place, values, changes):
     def run(record):
-        made = SimpleNamespace(v=torch.zeros((), device=device)) if place is in_a_dictionary else Holds(torch.zeros((), device=device))
+        made = (
+            SimpleNamespace(v=torch.zeros((), device=device))
+            if place is in_a_dictionary
+            else Holds(torch.zeros((), device=device))
+        )
         step, found = record(place(made)), []
         first = copy.deepcopy(values[0])
         for n in range(40):

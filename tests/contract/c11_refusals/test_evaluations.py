@@ -1,5 +1,5 @@
-"""C9, C11: a function without arguments that evaluates weights which others train between its calls, and returns numbers. What it
-reads is not what it was: replays read it anew, and no recording is made of each value."""
+"""C9, C11: a function without arguments that evaluates weights which others train between its calls, and returns numbers. What
+it reads is not what it was: replays read it anew, and no recording is made of each value."""
 
 import pytest
 import torch

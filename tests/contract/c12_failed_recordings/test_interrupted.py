@@ -158,7 +158,6 @@ def test_c12_what_raises_as_those_who_note_reads_are_left(device, caplog, monkey
         assert is_same(trainer.state(), states[0 if raised is not None else 1]), (at, raised)
 
 
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_c12_what_raises_while_a_first_play_leaves_what_it_has_made(device, caplog, monkeypatch, error):
