@@ -621,7 +621,7 @@ def test_c05_who_has_a_view_among_gradients_keeps_its_value(device, of, zeroes):
 
 @pytest.mark.filterwarnings("ignore::phonograph.RunsLive")
 def test_c06_c17_a_refused_capture_holds_no_gradient_of_others(device):
-    """Two functions train one model. One draws on the host, and runs live: what its capture has begun with goes at once, without
+    """Two functions train one model. One draws on the host, and runs live: what its capture began with goes at once, without
     the collector of garbage."""
     np = pytest.importorskip("numpy")
     net = nn.Linear(3, 2).to(device)
