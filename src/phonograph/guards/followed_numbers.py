@@ -461,7 +461,8 @@ def _codes_of(space: dict[str, Any]) -> Iterator[CodeType]:
     """The code of a module's functions, and of its classes' methods."""
     things = [*space.values()]
     for kind in [x for x in things if isinstance(x, type) and x.__module__ == space.get("__name__")]:
-        members = [getattr(x, "__func__", x) for x in vars(kind).values()]
+        there = [x for x in vars(kind).values() if not issubclass(type(x), Followed)]  # a count of the class's
+        members = [getattr(x, "__func__", x) for x in there]
         things += [f for x in members for f in ((x.fget, x.fset, x.fdel) if isinstance(x, property) else (x,))]
     for f in map(inspect.unwrap, [x for x in things if type(x) is FunctionType]):
         if type(f) is FunctionType and f.__globals__ is space:

@@ -887,3 +887,28 @@ def test_c01_c07_integers_multiplied_by_a_number_that_is_counted(device):
         return [step(torch.arange(4.0, device=device) + i) for i in range(20)]
 
     assert_same(run(lambda f: pg.record(f, keep="always")), run(lambda f: f))
+
+
+COUNTING_ALL = """
+class CountingAll:
+    total = 0
+    def __init__(self): self.n = 0
+    def update(self, x):
+        CountingAll.total += 1
+        self.n += 1
+        return x * float(self.n)
+"""
+
+
+def test_c09_a_counter_of_a_class_is_followed(device, monkeypatch):
+    """Beside one that is given to `float`: who looks for what asks for that class meets what stands for the counter."""
+    module = types.ModuleType("counting_all")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(COUNTING_ALL, vars(module))
+    kind = module.CountingAll
+    step = pg.record(kind().update, keep="always")
+    for n in range(10):
+        assert_same(step(ramp(device, 3, start=n)), ramp(device, 3, start=n) * float(n + 1))
+        assert kind.total == n + 1
+        assert type(kind.total) is int
+    assert counts(step) == (1, 1, 9), pg.explain(step)
