@@ -247,7 +247,12 @@ def tables(of: object, name: object, path: str, find: Callable[[], Iterable[Thin
     can be put back, whichever they were."""
 
     def get() -> Reading:
-        return tuple(x for table in find() for x in (table, *_parts(table), _END))
+        found = list[object]()
+        for table in find():  # (some are read in each replay, and have hundreds of items)
+            found.append(table)
+            found.extend(_parts(table))
+            found.append(_END)
+        return tuple(found)
 
     def put(then: Reading) -> None:
         for table, values in _taken_apart(then):
@@ -261,13 +266,18 @@ def tables(of: object, name: object, path: str, find: Callable[[], Iterable[Thin
 _END = MISSING.__class__()
 
 
+_PLAIN = (list, deque, set, frozenset, tuple)
+
+
 def _parts(table: Thing) -> Iterable[object]:
+    if type(table) in _PLAIN:
+        return table  # type: ignore[no-any-return]
     for mapping in (OrderedDict, dict):
         if issubclass(type(table), mapping):
             return *mapping.keys(table), *mapping.values(table)
     if type(table) is MappingProxyType:
         return *table, *table.values()
-    base: Thing = next(b for b in (list, deque, set, frozenset, tuple) if issubclass(type(table), b))
+    base: Thing = next(b for b in _PLAIN if issubclass(type(table), b))
     return (*base.__iter__(table),)
 
 
