@@ -51,6 +51,10 @@ _VARIES = (
     "keep a number in a tensor, t.fill_(n), and a tensor in its place, t.copy_(new); or pass it as an argument; or keep it out "
     "of the recorded function"
 )
+_REPLACED = (
+    "set the attributes of the one that is there, and put no other in its place; or pass it as an argument; or keep it out of the "
+    "recorded function"
+)
 _BRANCHES = (
     "keep it in a tensor that add_() or fill_() writes, and use that: x.index_copy_(0, n, new), a mask; or pass what depends "
     "on it as an argument; or keep it out of the recorded function"
@@ -71,9 +75,9 @@ class Described(Protocol):
 class Change:
     """Something that recordings rely on: how often it has changed, and where it is read (``file:line``)."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, of_object: bool = False) -> None:
         self.times = 0
-        self.where = where
+        self.where, self.of_object = where, of_object
 
     def __str__(self) -> str:
         return f" (read at {self.where})" if self.where else ""
@@ -158,7 +162,9 @@ class Backoff:
     def changed(self, name: str, history: History, call: Call) -> Refusal | None:
         """Count a change of what has this name; the refusal where that was one too many in quick succession."""
         if name not in self._changes and len(self._changes) < NAMED:
-            self._changes[name] = Change(self._described.read_at(name, call))
+            relied = [player.recording.table.constants for player in self._shelf.of(call.key)]
+            of_object = any(constants.object_stands_at(name) for constants in relied)
+            self._changes[name] = Change(self._described.read_at(name, call), of_object)
         change = self._changes.get(name, Change(""))
         change.times += 1
         changes = self.count_change(history)
@@ -168,7 +174,7 @@ class Backoff:
             return self.wait(history, before)
         # Those that only the call which made them has played would be looked at in each live call, and keep their memory.
         self._shelf.drop(call.key, lambda player: player.played <= 1)
-        refusal = _fickle(name, change.where)
+        refusal = _fickle(name, change)
         if 2 * change.times < CHANGES:  # that alone would be no reason
             what = f"values that it relies on have changed {changes} times in quick succession, {name} the last"
             refusal = Refusal(what, _STEADY if name == GRAD else _VARIES, change.where)
@@ -183,7 +189,7 @@ class Backoff:
             refusal = before.but()
         elif broken is not None:
             change = self._changes.get(broken, Change(""))
-            refusal = (_once if change.times <= 1 else _fickle)(broken, change.where)
+            refusal = _once(broken, change.where) if change.times <= 1 else _fickle(broken, change)
         elif history.capture.why is not None:
             refusal = history.capture.why.plain()
         elif self.budget.why is not None:
@@ -303,7 +309,7 @@ class Backoff:
 
     def changing(self) -> list[Refusal]:
         """What has changed, as it is refused where that goes on. Gradients that lie elsewhere come back to where they were."""
-        return [_fickle(name, change.where) for name, change in self._changes.items() if name != GRAD]
+        return [_fickle(name, change) for name, change in self._changes.items() if name != GRAD]
 
     def place_of(self, change: str) -> str:
         """Where that is read which has changed; "" if it is not known."""
@@ -320,10 +326,10 @@ class Backoff:
         yield from [f"changed {change.times}x: {name}{change}" for name, change in list(self._changes.items())]
 
 
-def _fickle(name: str, where: str) -> Refusal:
+def _fickle(name: str, change: Change) -> Refusal:
     """The refusal of calls that rely on something of this name, which changes."""
-    decides = name.endswith(GOES_ON)
-    return Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else _BRANCHES if decides else _VARIES, where)
+    varies = _REPLACED if change.of_object else _BRANCHES if name.endswith(GOES_ON) else _VARIES
+    return Refusal(f"{name} changes from call to call", _STEADY if name == GRAD else varies, change.where)
 
 
 def _once(name: str, where: str) -> Refusal:

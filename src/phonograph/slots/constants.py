@@ -57,6 +57,7 @@ from ..python.introspection import is_table, own_dict, tells_its_end
 from ..python.rows import elements
 from ..values.counters import are_rows
 from ..values.numbers import base_of
+from ..values.object_layout import layout_of
 from ..values.tensor_subclasses import parts_of_all
 from .column import Check, Column
 from .gradients import Grads
@@ -239,6 +240,12 @@ class Constants(Entries, Column):
                 elif are_rows(a, b):
                     found += [(place.at, place.name) for place in elements(holder.spot(i, now), b, holder.label(i, now))]
         return found
+
+    def object_stands_at(self, name: str) -> bool:
+        """Whether a module, or an object that can be taken apart, stands now in the place of this name."""
+        now = ((holder, read()) for holder, read, _ in self._held)
+        kinds = {type(x) for holder, values in now for i, x in enumerate(values) if holder.label(i, values) == name}
+        return any(issubclass(kind, torch.nn.Module) or layout_of(kind) is not None for kind in kinds)
 
     def tensors_replaced(self, device: torch.device) -> list[Place]:
         """Where small tensors of the user's on this device now are others like them: attributes, items of dictionaries,

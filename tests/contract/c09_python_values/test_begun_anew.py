@@ -185,3 +185,38 @@ def test_c09_what_is_replaced_time_and_again(device, kind):
     assert_same(found, expected)
     if kind in SUMS:
         assert pg.stats(step).replayed >= CALLS - 30, pg.explain(step)
+
+
+class Metrics:
+    def __init__(self):
+        self.n, self.loss = 0, 0.0
+
+    def begin(self):
+        self.n, self.loss = 0, 0.0
+
+
+@may_run_live
+@pytest.mark.parametrize("anew", [True, False], ids=["another", "the same"])
+def test_c19_an_object_that_is_replaced_time_and_again_is_told_with_what_helps(device, anew):
+    class Trainer:
+        def __init__(self):
+            self.metrics = Metrics()
+
+        def step(self, x):
+            self.metrics.n += 1
+            self.metrics.loss = self.metrics.loss + x.sum()
+            return x * 2
+
+    ours, live = Trainer(), Trainer()
+    step = pg.record(ours.step, keep="always")
+    for n in range(80):
+        for made in (ours, live):
+            if n % 4 == 0 and anew:
+                made.metrics = Metrics()
+            elif n % 4 == 0:
+                made.metrics.begin()
+        assert_same(step(ramp(device, 3, start=n)), live.step(ramp(device, 3, start=n)))
+        assert_same(vars(ours.metrics), vars(live.metrics))
+    said = pg.explain(step)
+    assert ("set the attributes of the one that is there" in said) is anew, said
+    assert (pg.stats(step).replayed >= 70) is not anew, said
