@@ -156,6 +156,40 @@ def test_c09_accelerate_accumulates_in_a_recorded_step_and_a_scheduler_sets_the_
     assert pg.stats(recorded).live <= 4, pg.explain(recorded)
 
 
+def test_c09_another_accelerator_ends_the_accumulation_of_a_recorded_step(one_device: torch.device) -> None:
+    """The number of micro-batches belongs to the process (`findings/second_accelerator_ends_accumulation.sh`): it has changed
+    where nobody touched what the step has."""
+    accelerate = package("accelerate")
+
+    def trained(record: Any) -> tuple[Any, list[Any]]:
+        torch.manual_seed(0)
+        forget_device()
+        accelerate.state.GradientState._reset_state()
+        first = accelerate.Accelerator(cpu=one_device.type == "cpu", gradient_accumulation_steps=4)
+        model, optimizer = first.prepare(net := nn.Linear(8, 4), torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with first.accumulate(model):
+                loss = F.cross_entropy(model(x), x.argmax(1) % 4)
+                first.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        step, found = record(step), []
+        for n in range(40):
+            if n == 20:
+                accelerate.Accelerator(cpu=one_device.type == "cpu")
+            found.append(step(torch.randn(4, 8, generator=torch.Generator().manual_seed(n)).to(one_device)))
+            found.append(net.weight.detach().clone())
+        return step, found
+
+    (recorded, ours), (_, theirs) = trained(functools.partial(pg.record, keep="always")), trained(lambda f: f)
+    accelerate.state.GradientState._reset_state()
+    assert all(map(torch.equal, ours, theirs))
+    assert pg.stats(recorded).replayed >= 25, pg.explain(recorded)
+
+
 def test_c09_a_step_of_fabric_with_a_scheduler(device: torch.device) -> None:
     fabric = package("lightning.fabric").Fabric(accelerator=device.type, devices=1)
 

@@ -52,8 +52,8 @@ _VARIES = (
     "of the recorded function"
 )
 _REPLACED = (
-    "set the attributes of the one that is there, and put no other in its place; or pass it as an argument; or keep it out of the "
-    "recorded function"
+    "set the attributes of the one that is there, and put no other in its place; or pass it as an argument; or keep it out of "
+    "the recorded function"
 )
 _BRANCHES = (
     "keep it in a tensor that add_() or fill_() writes, and use that: x.index_copy_(0, n, new), a mask; or pass what depends "
