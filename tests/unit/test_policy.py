@@ -31,7 +31,8 @@ class Recording:
     def __init__(self, key):
         self.key, self.recording = key, self
         self.copied, self.backward, self.footprint, self.live_parts = (), None, Spans(), True
-        self.table = SimpleNamespace(constants=SimpleNamespace(numbers_changed=list))
+        constants = SimpleNamespace(numbers_changed=list, object_stands_at=lambda name: False)
+        self.table = SimpleNamespace(constants=constants)
         self.played = self.used = self.cost = 0
         self.saves = None
         self.gone = True
