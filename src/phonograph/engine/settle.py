@@ -111,12 +111,15 @@ class Settlement:
         fixed = request.backward.fixed if request.backward is not None else frozenset[int]()
         results = [o.memory for o in self._outputs if o.memory is not None]
         gradients.gives(frozenset([storage_id(t) for t in results if has_memory(t)]))
-        not_heard([*map(identity, left.owners), *(spot.at[0] for spot in (*dials.advanced, *(one.spot for one in settings)))])
+        written = {*map(identity, left.owners), *(spot.at[0] for spot in (*dials.advanced, *(one.spot for one in settings)))}
+        not_heard(written)
+        # An equal one in the place of such is another: numbers are read and written in that which was there.
+        pinned = request.reach.shared | written | {spot.at[0] for spot in dials.spots}
         return Table(
             Memories([o.memory for o in self._outputs if isinstance(o, Aliased)], _written_outside(watch)),
             Draws(program.amiss, watch.drew, watch.drops_out),
             Numbers(dials, program),
-            Constants(self._relied, self._snapshot, dials, fixed, request.reach.shared),
+            Constants(self._relied, self._snapshot, dials, fixed, pinned),
             gradients,
             Inputs(self._slots, returned.written, request.device.pool),
             Effects(left.after(), settings, returned.edits, returned.gained, returned.turned),

@@ -820,3 +820,38 @@ def test_c10_verify_does_not_append_twice(device):
     for n in range(6):
         f(given(device, n))
     assert len(values) == 6
+
+
+WRITTEN_IN_PLACE = {
+    "a number": ("a", 0.0, lambda d, x: d.__setitem__("a", d.get("a", 0.0) + 0.5)),
+    "a count that is read": ("a", 0, lambda d, x: d.__setitem__("a", d["a"] + 1)),
+    "a flag": ("a", False, lambda d, x: d.__setitem__("a", not d["a"])),
+    "a number of a list": (0, 0.0, lambda d, x: d.__setitem__(0, d[0] + 0.5)),
+}
+
+
+@may_run_live
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("key", "first", "does"), WRITTEN_IN_PLACE.values(), ids=WRITTEN_IN_PLACE)
+def test_c09_an_equal_container_takes_the_place_of_one_that_is_written(device, key, first, does, every):
+    """The one that has left is written no more."""
+
+    class Fields:
+        pass
+
+    def run(record):
+        fields = Fields()
+        fields.tally = [first] if key == 0 else {key: first}
+
+        def step(x):
+            does(fields.tally, x)
+            return x * fields.tally[key]
+
+        step, found = record(step), []
+        for n in range(16):
+            found.append([step(given(device, n)), fields.tally[key]])
+            if n % every == every - 1:
+                fields.tally = type(fields.tally)(fields.tally)
+        return found
+
+    assert same(run(lambda f: pg.record(f, keep="always")), run(lambda f: f))
